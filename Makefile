@@ -1,0 +1,76 @@
+# Two targets are for everybody: `make refit` (see it work) and `make test`. The rest is for people who change the code.
+# Every target makes what it needs: a virtual environment in .venv and the packages in it.
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Torch is pinned and installed first: left to itself, pip takes the newest release with several GB of CUDA libraries.
+TORCH ?= torch==2.13.0
+PYTEST_ARGS ?=
+REFIT_ARGS ?=
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "reshard needs Python 3.11 or newer on the PATH (or PYTHON=/path/to/python3)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.torch: | $(BIN)/python
+	$(PIP) '$(TORCH)'
+	@touch $@
+
+$(VENV)/.demo: pyproject.toml | $(VENV)/.torch
+	$(PIP) -e '.[demo]'
+	@touch $@
+
+$(VENV)/.test: pyproject.toml | $(VENV)/.demo
+	$(PIP) -e '.[demo,ucx,redis,metrics,test]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(VENV)/.test
+	$(PIP) -e '.[demo,ucx,redis,metrics,dev]'
+	@touch $@
+
+.PHONY: refit
+refit: $(VENV)/.demo ## refit a small Qwen3-MoE from 4 FSDP2 trainers into 2 tensor-parallel ranks, twice, and check every byte
+	$(BIN)/reshard demo $(REFIT_ARGS)
+
+.PHONY: test
+test: $(VENV)/.test ## the tests: fast, no GPU, no network
+	$(BIN)/python -m pytest -m "not slow and not nightly and not vllm" $(PYTEST_ARGS)
+
+.PHONY: test-slow
+test-slow: $(VENV)/.dev ## the slow matrices and fault runs, which CI runs too
+	$(BIN)/python -m pytest -m "slow and not vllm" $(PYTEST_ARGS)
+
+.PHONY: nightly
+nightly: $(VENV)/.dev ## every property test with thousands of examples
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "not vllm" --timeout=1800 $(PYTEST_ARGS)
+
+.PHONY: lint
+lint: $(VENV)/.dev ## ruff, format check, and that nothing generated is stale
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+.PHONY: types
+types: $(VENV)/.dev ## mypy --strict and pyright
+	MYPYPATH=src $(BIN)/mypy -p reshard
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+.PHONY: proto
+proto: $(VENV)/.dev ## regenerate proto/*_pb2*.py from proto/*.proto
+	$(BIN)/python -m grpc_tools.protoc -Ireshard/proto=proto --python_out=src --pyi_out=src --grpc_python_out=src $(wildcard proto/*.proto)
+
+.PHONY: build
+build: $(VENV)/.dev ## wheel and sdist into dist/
+	rm -rf dist && $(BIN)/python -m build
+
+.PHONY: clean
+clean: ## remove virtual environments and build products
+	rm -rf .venv* build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
