@@ -1,0 +1,1 @@
+"""Adapters that turn a trainer's own tensors into `LocalTensor`s."""

@@ -1,0 +1,103 @@
+"""What an inference engine gives to a `Receiver`: two calls, and a few facts about its parameters.
+
+1. `Engine.capture` says, for a manifest of published tensors, which view of which tensor lands where (a `ReadTable` whose buffers
+   are named after the engine's parameters).
+2. The receiver fills *shadow buffers*, one for each read-table buffer, without touching the engine.
+3. Where capture found sources whose values the loader computes with, `Engine.load_materialised` runs that part of the loader on
+   staged real tensors, still into the shadow buffers.
+4. After the group's decision `Engine.install` makes the shadow buffers live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import numpy as np
+
+from reshard.refit.tensors import SourceTensor
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from reshard.planner import ReadTable
+
+    Bytes = NDArray[np.uint8]
+
+__all__ = ["Captured", "Engine", "EngineParameter", "Unsupported"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParameter:
+    """A parameter or buffer of the engine, as it lies in memory: name, dtype label, shape, bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """A source that capture could not describe, and why. Reported in the coverage record."""
+
+    source: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What a capture found.
+
+    Attributes
+    ----------
+    reads
+        The read table. Its buffers are named after engine parameters; materialised sources have requests of that kind.
+    n_copies
+        Copies seen while the loader ran.
+    consumed
+        Names of the sources that some request takes.
+    materialised
+        Sources that must be staged as real tensors, in the loader's order.
+    loader_buffers
+        Buffers that only the loader's run on the materialised sources writes.
+    unsupported
+        Sources left out, with causes; empty unless the engine was told to allow them.
+    """
+
+    reads: ReadTable
+    n_copies: int
+    consumed: frozenset[str]
+    materialised: tuple[str, ...] = ()
+    loader_buffers: tuple[str, ...] = ()
+    unsupported: tuple[Unsupported, ...] = field(default=())
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """The protocol of an engine adapter. Implementations are in `reshard.refit.engines`."""
+
+    def capture(self, manifest: Sequence[SourceTensor]) -> Captured:
+        """Describe how the published tensors land in the engine's parameters. Touches nothing."""
+        ...
+
+    def parameters(self) -> Sequence[EngineParameter]:
+        """All parameters and persistent or plain buffers, each piece of memory once."""
+        ...
+
+    def signature(self) -> bytes:
+        """Changes when a destination was reallocated, reshaped or retyped by anyone but `install`."""
+        ...
+
+    def read_live(self, name: str, into: Bytes) -> None:
+        """Copy the live bytes of parameter ``name`` into ``into`` (used where a refit writes only part of a parameter)."""
+        ...
+
+    def load_materialised(self, sources: Mapping[str, Bytes], buffers: Mapping[str, Bytes]) -> None:
+        """Run the loader on staged sources (``name -> row-major bytes``), writing only ``buffers``."""
+        ...
+
+    def install(self, buffers: Mapping[str, Bytes]) -> None:
+        """Make ``buffers`` the live weights. Called after the group decided COMMIT; may keep them (swap) or copy."""
+        ...

@@ -1,0 +1,1 @@
+"""Engine adapters: `arrays` (NumPy), `loader` (anything with load_weights), `torch_module`, `vllm`."""
