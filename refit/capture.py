@@ -1,0 +1,420 @@
+"""What does an engine's own loader do with each published tensor? Run it on nothing and write down the answer.
+
+`record` calls a loader with traced tensors (`reshard.refit.trace`) under a dispatch mode that sees every torch operation:
+
+1. views of traced tensors stay views; copies of them become virtual storages;
+2. a copy into a destination (a view of a known parameter) is a `Write` of kind ``copy``; filling one is a ``constant``; neither is
+   carried out, so the engine is not touched;
+3. any other operation on traced values, and any read of a destination, gives a *computed* tensor that carries the names it
+   depends on; writing one makes destination and sources *materialised*: they are staged and the loader runs on them later;
+4. a value that leaves the tensor world (``bool(w > 0)``, ``w.numpy()``) is refused, naming the source; a source written into
+   memory that belongs to no parameter is refused at the end, unless allowed by name.
+
+Writes carry the loader's program order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING
+
+from reshard.planner.errors import require
+from reshard.refit.errors import UnattributedWriteError, UnsupportedLoaderError
+from reshard.refit.trace import AlignedRead, Origin, Piece, Storage, Strided, resolve, trace, traced_type
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Destination", "Recording", "Write", "record"]
+
+_PARAM = "param:"
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """A parameter's place in memory: bytes ``[first_byte, first_byte + nbytes)`` of the storage at ``storage_ptr``."""
+
+    name: str
+    storage_ptr: int
+    first_byte: int
+    nbytes: int
+    item_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One thing that the loader did to a destination, in program order.
+
+    ``kind`` is ``copy`` (``reads`` says from where), ``constant`` (``view`` and ``value``, one element's bytes) or ``computed``.
+    """
+
+    order: int
+    kind: str
+    destination: str
+    view: Strided
+    reads: tuple[AlignedRead, ...] = ()
+    value: bytes = b""
+    taint: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class Recording:
+    """All writes of one dry run, and what has to be materialised for it."""
+
+    writes: list[Write] = field(default_factory=list)
+    n_copies: int = 0
+    mutated: set[str] = field(default_factory=set)
+    scratch: dict[str, str] = field(default_factory=dict)
+
+    def materialised(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Sources and destinations that the loader itself has to produce.
+
+        The closure: a computed write takes its destination and all it depends on; a destination taken so takes every source that
+        writes it (order matters there); a source taken so takes every destination that it writes.
+        """
+        sources = set(self.mutated)
+        targets: set[str] = set()
+        links: list[tuple[str, frozenset[str]]] = []
+        for write in self.writes:
+            names = frozenset(r.source for r in write.reads) | frozenset(
+                n for n in write.taint if not n.startswith(_PARAM)
+            )
+            links.append((write.destination, names))
+            if write.kind == "computed":
+                targets.add(write.destination)
+                sources |= names
+        changed = True
+        while changed:
+            before = len(sources) + len(targets)
+            for target, names in links:
+                if target in targets:
+                    sources |= names
+                elif names & sources:
+                    targets.add(target)
+            changed = len(sources) + len(targets) != before
+        return frozenset(sources), frozenset(targets)
+
+
+def record(
+    loader: Callable[[Iterable[tuple[str, torch.Tensor]]], object],
+    manifest: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
+    destinations: Sequence[Destination],
+    *,
+    allow_unattributed: Callable[[str], bool] = lambda name: False,
+) -> Recording:
+    """Run ``loader`` on traced tensors and return what it wrote where.
+
+    Parameters
+    ----------
+    loader
+        Called once with an iterable of (name, tensor).
+    manifest
+        Name, dtype and global shape of each published tensor, in the order the loader shall see them.
+    destinations
+        The memory that may be written.
+    allow_unattributed
+        Says for a source name whether it may end in memory that belongs to no destination (it is dropped then).
+
+    Raises
+    ------
+    UnsupportedLoaderError
+        The loader branched on a value, or did what capture cannot follow.
+    UnattributedWriteError
+        A source was written into memory that is no view of a destination and never reached one.
+    """
+    recording = Recording()
+    mode = _recorder_type()(recording, destinations)
+    with mode:  # type: ignore[attr-defined]
+        loader((name, trace(name, dtype, shape)) for name, dtype, shape in manifest)
+    reached: set[str] = set()
+    for write in recording.writes:
+        reached |= {r.source for r in write.reads} | write.taint
+    lost = {n: where for n, where in recording.scratch.items() if n not in reached and not allow_unattributed(n)}
+    if lost:
+        name, where = min(lost.items())
+        raise UnattributedWriteError(
+            f"source {name!r} was written into {where}, which is no view of a known parameter or buffer, and never reached one "
+            f"({len(lost)} such source{'s' if len(lost) > 1 else ''}); register that memory as a parameter or buffer, or allow it by name",
+            source=name,
+        )
+    return recording
+
+
+@cache
+def _recorder_type() -> Callable[[Recording, Sequence[Destination]], object]:
+    """The dispatch mode (made on first use, since torch is optional)."""
+    torch = require("torch", extra="torch")
+    from torch.utils import _pytree as pytree
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    aten = torch.ops.aten
+    made = traced_type()
+    copies = {aten.clone.default, aten._to_copy.default, aten.lift_fresh_copy.default}
+    fills = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
+    joins = {aten.cat.default, aten.stack.default}
+    value_free = {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"}
+    escapes = {"_local_scalar_dense", "is_nonzero", "equal", "item", "nonzero", "allclose"}
+
+    def values(args: object, kwargs: object) -> list[torch.Tensor]:
+        return [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+
+    def written(func: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
+        out: list[torch.Tensor] = []
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[i] if i < len(args) else kwargs.get(argument.name)
+                out += [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+        return out
+
+    def is_view(func: torch._ops.OpOverload) -> bool:
+        returns = func._schema.returns
+        return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+    class Recorder(TorchDispatchMode):
+        """Follows traced tensors; carries out everything that does not involve them or a destination's memory."""
+
+        def __init__(self, recording: Recording, destinations: Sequence[Destination]) -> None:
+            super().__init__()
+            self.recording = recording
+            self.by_storage: dict[int, list[Destination]] = {}
+            for d in destinations:
+                self.by_storage.setdefault(d.storage_ptr, []).append(d)
+            self.scratch_taint: dict[int, frozenset[str]] = {}
+            self.scratch_owner: list[torch.Tensor] = []  # keeps tainted scratch alive, so that its address is not reused
+
+        # -- what a tensor is
+
+        def destination(self, tensor: torch.Tensor) -> tuple[Destination, Strided] | None:
+            """The destination that holds ``tensor`` and the view of it that ``tensor`` is; None if it is elsewhere."""
+            if isinstance(tensor, made) or tensor.device.type == "meta" and tensor.untyped_storage().data_ptr() == 0:
+                return None
+            known = self.by_storage.get(tensor.untyped_storage().data_ptr())
+            if known is None or tensor.numel() == 0:
+                return None
+            item = tensor.element_size()
+            first = tensor.storage_offset() * item
+            reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) * item + item
+            for d in known:
+                if d.first_byte <= first and first + reach <= d.first_byte + d.nbytes:
+                    if item != d.item_bytes or (first - d.first_byte) % item:
+                        raise UnsupportedLoaderError(
+                            f"the loader wrote parameter {d.name!r} through a view with {item} bytes an element; "
+                            f"its own has {d.item_bytes}"
+                        )
+                    view = Strided((first - d.first_byte) // item, tuple(tensor.shape), tuple(tensor.stride()))
+                    return d, view
+            overlapping = [d.name for d in known if first < d.first_byte + d.nbytes and d.first_byte < first + reach]
+            if overlapping:
+                raise UnattributedWriteError(
+                    f"the loader used a view that spans parameters {', '.join(map(repr, overlapping))} at once"
+                )
+            return None
+
+        def origin(self, tensor: torch.Tensor) -> Origin | None:
+            """Where the values of ``tensor`` come from; None for a plain tensor with real values."""
+            if isinstance(tensor, made):
+                return tensor.origin  # type: ignore[attr-defined,no-any-return]
+            hit = self.destination(tensor)
+            if hit is not None:
+                return Origin(None, frozenset((_PARAM + hit[0].name,)))
+            if self.scratch_taint and tensor.layout == torch.strided:
+                taint = self.scratch_taint.get(tensor.untyped_storage().data_ptr())
+                if taint:
+                    return Origin(None, taint)
+            return None
+
+        # -- dispatch
+
+        def __torch_dispatch__(
+            self,
+            func: torch._ops.OpOverload,
+            types: object,
+            args: tuple[object, ...] = (),
+            kwargs: dict[str, object] | None = None,
+        ) -> object:
+            kwargs = kwargs or {}
+            tensors = values(args, kwargs)
+            origins = {id(t): o for t in tensors if (o := self.origin(t)) is not None}
+            if not origins:
+                return func(*args, **kwargs)
+            name = func._schema.name.rpartition("::")[2]
+            targets = written(func, args, kwargs)
+            if targets:
+                return self.write(func, name, args, kwargs, targets, tensors, origins)
+            if is_view(func):
+                viewed = next((t for t in tensors if isinstance(t, made)), None)
+                if viewed is None:
+                    return func(*args, **kwargs)  # a view of live memory; harmless until it is read or written
+                return self.wrap(func(*self.meta(args), **self.meta(kwargs)), viewed.origin)  # type: ignore[attr-defined]
+            if name in value_free:
+                return func(*self.like(args), **kwargs)
+            names = frozenset[str]().union(*(o.names for o in origins.values()))
+            if name in escapes:
+                raise self.escape(name, names)
+            if func is aten._unsafe_view.default and isinstance(args[0], made):
+                shown = args[0]
+                return self.wrap(aten.view.default(shown.meta, args[1]), shown.origin)  # type: ignore[attr-defined]
+            same_dtype = kwargs.get("dtype") in (None, tensors[0].dtype)
+            if func in copies and same_dtype and (source := origins[id(tensors[0])]).storage is not None:
+                out = func(tensors[0].meta, **self.on_meta(kwargs))  # type: ignore[attr-defined]
+                return self.copied(out, [(tensors[0].meta, (0,) * out.dim(), source.storage)])  # type: ignore[attr-defined]
+            if func in joins and all(o.storage is not None for o in map(lambda t: origins.get(id(t), Origin(None)), tensors)):
+                return self.joined(func, args, kwargs, tensors)
+            return self.compute(func, args, kwargs, names)
+
+        def compute(
+            self, func: torch._ops.OpOverload, args: object, kwargs: object, names: frozenset[str]
+        ) -> object:
+            """Run for shapes only; the result depends on ``names``."""
+            try:
+                out = func(*self.meta(args), **self.on_meta(self.meta(kwargs)))  # type: ignore[misc]
+            except (NotImplementedError, RuntimeError) as error:
+                raise self.escape(str(func), names) from error
+            return self.wrap(out, Origin(None, names))
+
+        def escape(self, what: str, names: frozenset[str]) -> UnsupportedLoaderError:
+            shown = sorted(n.removeprefix(_PARAM) for n in names)
+            return UnsupportedLoaderError(
+                f"the loader needs the value of {', '.join(map(repr, shown[:3]))} ({what}) to decide what to do; a refit "
+                "describes what a loader copies, and cannot follow one that branches on values",
+                source=shown[0] if shown else "",
+            )
+
+        def write(
+            self,
+            func: torch._ops.OpOverload,
+            name: str,
+            args: tuple[object, ...],
+            kwargs: Mapping[str, object],
+            targets: Sequence[torch.Tensor],
+            tensors: Sequence[torch.Tensor],
+            origins: Mapping[int, Origin],
+        ) -> object:
+            """A write to a destination, to a traced tensor, or of traced values to scratch memory."""
+            if name == "_foreach_copy_":
+                for one, other in zip(args[0], args[1], strict=True):  # type: ignore[call-overload]
+                    self.__torch_dispatch__(aten.copy_.default, (), (one, other))
+                return None
+            written_ids = {id(t) for t in targets}
+            inputs = frozenset[str]().union(
+                *(origins[id(t)].names for t in tensors if id(t) in origins and id(t) not in written_ids)
+            )
+            for target in targets:
+                hit = self.destination(target)
+                if hit is not None:
+                    self.write_destination(func, args, kwargs, target, hit, inputs, origins)
+                elif isinstance(target, made):
+                    self.recording.mutated |= {n for n in target.origin.names if not n.startswith(_PARAM)}  # type: ignore[attr-defined]
+                    target.origin.taint |= inputs  # type: ignore[attr-defined]
+                else:
+                    pointer = target.untyped_storage().data_ptr()
+                    before = self.scratch_taint.get(pointer, frozenset())
+                    self.scratch_taint[pointer] = before | inputs
+                    self.scratch_owner.append(target)
+                    where = f"a {target.dtype} tensor of shape {tuple(target.shape)} ({func})"
+                    for n in inputs:
+                        self.recording.scratch.setdefault(n, where)
+            return targets[0] if len(func._schema.returns) else None
+
+        def write_destination(
+            self,
+            func: torch._ops.OpOverload,
+            args: tuple[object, ...],
+            kwargs: Mapping[str, object],
+            target: torch.Tensor,
+            hit: tuple[Destination, Strided],
+            inputs: frozenset[str],
+            origins: Mapping[int, Origin],
+        ) -> None:
+            destination, view = hit
+            order = len(self.recording.writes)
+            value = args[1] if len(args) > 1 else kwargs.get("value", kwargs.get("src"))
+            source = origins.get(id(value)) if isinstance(value, torch.Tensor) else None
+            if func is aten.copy_.default or (func is aten.fill_.Tensor and source is not None):
+                self.recording.n_copies += 1
+                if source is not None and source.storage is not None and not source.taint:
+                    src = Strided.of(value.meta).expand(view.sizes)  # type: ignore[union-attr]
+                    reads = resolve(source.storage, src, view)
+                    self.recording.writes.append(Write(order, "copy", destination.name, view, tuple(reads)))
+                    return
+            elif func in fills and source is None:
+                element = self.element(0 if func is aten.zero_.default else value, target)
+                self.recording.writes.append(Write(order, "constant", destination.name, view, value=element))
+                return
+            taint = inputs | (source.names if source is not None else frozenset())
+            self.recording.writes.append(Write(order, "computed", destination.name, view, taint=taint))
+
+        # -- making tensors
+
+        def wrap(self, out: object, origin: Origin) -> object:
+            return pytree.tree_map(
+                lambda t: made(t, Origin(origin.storage, origin.taint)) if isinstance(t, torch.Tensor) else t, out  # type: ignore[call-arg,arg-type]
+            )
+
+        def copied(self, out: torch.Tensor, parts: Sequence[tuple[torch.Tensor, tuple[int, ...], Storage]]) -> object:
+            """A fresh dense tensor made of ``parts``: (meta view, where it starts in ``out``, its storage)."""
+            order = sorted(range(out.dim()), key=lambda d: (-out.stride(d), d))
+            pieces = []
+            for view, start, storage in parts:
+                strided = Strided.of(view)
+                pieces.append(
+                    Piece(
+                        tuple(start[d] for d in order),
+                        tuple(strided.sizes[d] for d in order),
+                        Strided(strided.offset, tuple(strided.sizes[d] for d in order), tuple(strided.strides[d] for d in order)),
+                        storage,
+                    )
+                )
+            shape = tuple(out.shape[d] for d in order)
+            return made(out, Origin(Storage(shape, pieces=tuple(pieces))))  # type: ignore[call-arg,arg-type]
+
+        def joined(
+            self, func: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object], tensors: Sequence[torch.Tensor]
+        ) -> object:
+            """``cat`` and ``stack`` of traced tensors of one dtype."""
+            out: torch.Tensor = func(*self.meta(args), **self.meta(kwargs))  # type: ignore[misc]
+            raw = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+            dim = int(raw) % out.dim()  # type: ignore[call-overload]
+            if any(t.dtype != out.dtype for t in tensors):
+                names = frozenset[str]().union(*(t.origin.names for t in tensors))  # type: ignore[attr-defined]
+                return self.wrap(out, Origin(None, names))
+            parts: list[tuple[torch.Tensor, tuple[int, ...], Storage]] = []
+            at = 0
+            for t in tensors:
+                view = t.meta.unsqueeze(dim) if func is aten.stack.default else t.meta  # type: ignore[attr-defined]
+                if view.numel():
+                    parts.append((view, tuple(at if d == dim else 0 for d in range(out.dim())), t.origin.storage))  # type: ignore[attr-defined]
+                    at += int(view.shape[dim])
+            return self.copied(out, parts)
+
+        def meta(self, tree: object) -> object:
+            def one(value: object) -> object:
+                if isinstance(value, made):
+                    return value.meta  # type: ignore[attr-defined]
+                if isinstance(value, torch.Tensor) and value.dim():
+                    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+                return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+            return pytree.tree_map(one, tree)
+
+        def like(self, tree: object) -> object:
+            def one(value: object) -> object:
+                if isinstance(value, made):
+                    return torch.empty((), dtype=value.dtype).expand(value.shape)
+                return value
+
+            return pytree.tree_map(one, tree)
+
+        @staticmethod
+        def on_meta(kwargs: object) -> dict[str, object]:
+            return {k: torch.device("meta") if k == "device" and v is not None else v for k, v in dict(kwargs).items()}  # type: ignore[call-overload]
+
+        @staticmethod
+        def element(value: object, target: torch.Tensor) -> bytes:
+            one = torch.empty((1,), dtype=target.dtype)
+            one.fill_(value)
+            return bytes(one.view(torch.uint8).numpy().tobytes())
+
+    return Recorder
