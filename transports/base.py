@@ -1,0 +1,410 @@
+"""The transport protocol: what a receiver may ask of whatever moves bytes.
+
+A transport reads peers' registered memory one-sidedly.  The way of one read:
+
+1. ``allocate``/``register`` local memory; ``endpoint()`` is what the owner of the data publishes;
+2. ``connect`` to a peer by its endpoint message;
+3. ``prepare`` a list of rows once for each source buffer;
+4. ``post`` it and ``wait``, at each refit (`read` does both for a group of peers, and the error handling).
+
+Rows are C-contiguous ``uint64`` arrays, one row a descriptor, the same number on both sides:
+
+    (N, 3)   address, nbytes, device
+    (N, 5)   address, nbytes, device, stride_bytes, count        a strided row: ``count`` runs, each side its
+    own stride
+
+Row *i* of the local list receives row *i* of the remote list: equal ``nbytes`` and, if strided, equal
+``count``.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Literal, Protocol, Self, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.transports.endpoint import Endpoint
+from reshard.transports.errors import TransportError
+from reshard.transports.regions import U64, MemoryKind, Region
+
+__all__ = [
+    "U64",
+    "Allocation",
+    "Capabilities",
+    "MemoryKind",
+    "Peer",
+    "PeerStats",
+    "Prepared",
+    "Region",
+    "Registration",
+    "Transfer",
+    "TransferStats",
+    "Transport",
+    "check_timeout",
+    "read",
+]
+
+AbortScope = Literal["peer", "agent", "none"]
+
+
+def check_timeout(timeout_s: float, name: str = "timeout_s") -> float:
+    """Return ``timeout_s`` if it is a finite number over 0.
+
+    Raises
+    ------
+    ValueError
+        For 0, negative, infinite and NaN.
+    """
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
+        raise ValueError(f"{name}: got {timeout_s!r}, expected a finite number of seconds over 0")
+    if not math.isfinite(timeout_s) or timeout_s <= 0:
+        raise ValueError(f"{name}: got {timeout_s!r}, expected a finite number of seconds over 0")
+    return float(timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do.
+
+    Attributes
+    ----------
+    memory_kinds : tuple of str
+        Kinds that it can read from and write to.
+    one_sided : bool
+        The peer's Python takes no part in a read.
+    strided_rows : bool
+        (N, 5) lists reach the native library as they are; otherwise they are expanded into runs.
+    abort_scope : "peer", "agent" or "none"
+        What must be torn down until an abandoned read can no longer write: the connection to its peer, the
+        whole native agent (healthy peers drain first), or nothing helps but waiting.
+    max_runs : int
+        Most runs in one prepared list.
+    needs_registration : bool
+        Destinations must be registered before they are used.
+    cross_process, cross_host : bool
+        Reach.
+    """
+
+    memory_kinds: tuple[MemoryKind, ...]
+    one_sided: bool
+    strided_rows: bool
+    abort_scope: AbortScope
+    max_runs: int
+    needs_registration: bool
+    cross_process: bool
+    cross_host: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PeerStats:
+    """One peer's share: bytes, runs, seconds from post to completion, seconds inside native posts."""
+
+    bytes: int
+    n_descriptors: int
+    seconds: float
+    post_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """Outcome of one ``wait``.
+
+    Attributes
+    ----------
+    bytes : int
+        Payload bytes that landed.
+    seconds : float
+        From the first post to the last completion.
+    n_descriptors : int
+        Runs handed to the native library, after merging.
+    per_peer : mapping of str to PeerStats
+        By peer name.
+    """
+
+    bytes: int
+    seconds: float
+    n_descriptors: int
+    per_peer: Mapping[str, PeerStats] = field(default_factory=dict)
+
+    @property
+    def gbytes_per_s(self) -> float:
+        """Payload rate in 10**9 bytes per second; 0.0 for an empty transfer."""
+        return self.bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
+
+
+class _Closing(Protocol):
+    """``close`` is idempotent, releases everything and never raises."""
+
+    def close(self) -> None: ...
+
+
+class Registration(_Closing, Protocol):
+    """Registered regions; ``close`` withdraws those that no other registration shares."""
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """What this registration covers."""
+        ...
+
+
+class Peer(_Closing, Protocol):
+    """A connection; ``close`` disconnects and frees the name."""
+
+    @property
+    def name(self) -> str:
+        """What errors and statistics call it."""
+        ...
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The message that it was connected by."""
+        ...
+
+
+class Prepared(_Closing, Protocol):
+    """A list of rows, ready to be posted again and again, never twice at once."""
+
+    @property
+    def peer(self) -> Peer:
+        """Whom it reads from."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one posting moves."""
+        ...
+
+    @property
+    def n_descriptors(self) -> int:
+        """Runs handed to the native library, after merging."""
+        ...
+
+
+class Transfer(Protocol):
+    """One posting of a prepared list."""
+
+    @property
+    def prepared(self) -> Prepared:
+        """The list that was posted."""
+        ...
+
+    @property
+    def state(self) -> str:
+        """``"active"``, ``"done"``, ``"failed"`` or ``"abandoned"``."""
+        ...
+
+
+class Allocation:
+    """Memory that a transport can serve to other processes; a context manager.
+
+    Attributes
+    ----------
+    array : ndarray of uint8, shape (nbytes,)
+        A view of it.  For device memory (``region.memory == "vram"``) an array of length 0: use
+        ``region.owner``.
+    region : Region
+        Ready for `Transport.register`; it keeps the memory alive, so closing an allocation under a
+        registration or a quarantine frees nothing until that ends.
+    """
+
+    __slots__ = ("_closed", "array", "region")
+
+    def __init__(self, array: npt.NDArray[np.uint8], region: Region) -> None:
+        self.array = array
+        self.region = region
+        self._closed = False
+
+    def close(self) -> None:
+        """Drop this reference to the memory; idempotent."""
+        if not self._closed:
+            self._closed = True
+            self.array = np.zeros(0, np.uint8)
+            self.region = Region(self.region.address, 0, self.region.memory, self.region.device)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """Reads registered memory of other processes.
+
+    All methods may be called from any thread; one prepared list is used by one thread at a time.
+    """
+
+    @property
+    def name(self) -> str:
+        """Backend name, as in the registry and in endpoint messages."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this backend can do."""
+        ...
+
+    def allocate(self, nbytes: int, *, memory: MemoryKind = "dram", device: int = 0) -> Allocation:
+        """Return page-aligned memory whose pages have been touched.
+
+        Raises
+        ------
+        RegistrationError
+            If there is no such memory.
+        """
+        ...
+
+    def register(self, regions: Sequence[Region]) -> Registration:
+        """Register memory, by allocation, for serving and as destination.
+
+        Registering the same region twice counts references; another size at the same address is registered
+        anew.
+
+        Raises
+        ------
+        RegistrationError
+            With nothing left registered.
+        """
+        ...
+
+    def endpoint(self) -> bytes:
+        """Return the message that peers pass to `connect`; it lists the regions registered now."""
+        ...
+
+    def connect(self, endpoint: bytes, *, timeout_s: float, name: str = "") -> Peer:
+        """Connect to a peer.
+
+        Parameters
+        ----------
+        endpoint : bytes
+            The peer's message; hostile until checked.
+        timeout_s : float
+            Finite, over 0.
+        name : str
+            What to call the peer in errors and statistics.  It is claimed before anything is dialled.
+
+        Raises
+        ------
+        ValueError
+            For a bad timeout.
+        EndpointError
+            For a bad message.
+        PeerError
+            If the peer is gone, has restarted since, or the name is taken.
+        TransferTimeoutError
+            If the deadline passes.
+        """
+        ...
+
+    def prepare(self, peer: Peer, local: U64, remote: U64) -> Prepared:
+        """Check rows against both region tables and build the native list, merging adjacent rows.
+
+        Raises
+        ------
+        ValueError
+            If the arrays are malformed or do not match row by row.
+        RegistrationError
+            If a row is outside of what is registered, naming it.
+        PeerError
+            If the peer is closed or has failed.
+        """
+        ...
+
+    def post(self, prepared: Prepared) -> Transfer:
+        """Start reading.
+
+        Raises
+        ------
+        PoisonedMemoryError
+            If a destination is quarantined.
+        PeerError
+            If the peer is closed, failed or stale.
+        TransferError
+            If this list is already in flight.
+        """
+        ...
+
+    def wait(self, transfers: Sequence[Transfer], *, timeout_s: float) -> TransferStats:
+        """Wait for all of them.
+
+        Raises
+        ------
+        TransferTimeoutError
+            When the deadline passes: the rest is abandoned, its destinations are poisoned where a write may
+            still land.
+        PeerError, TransferError
+            The first failure, after all others ended or the deadline passed; ``failures`` has every peer's
+            state.
+        """
+        ...
+
+    def quarantined(self) -> tuple[Region, ...]:
+        """Return the local ranges that an abandoned read may still change."""
+        ...
+
+    def wait_quarantine(self, *, timeout_s: float) -> None:
+        """Return once no write can land in quarantined memory any more; it may then be used again.
+
+        Raises
+        ------
+        TransferTimeoutError
+            If that cannot be had within the deadline; the quarantine stands.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close all that it opened: transfers, lists, peers, registrations; idempotent, never raises."""
+        ...
+
+
+def read(transport: Transport, lists: Sequence[Prepared], *, timeout_s: float) -> TransferStats:
+    """Post every list, wait for all, and leave none behind.
+
+    Posting goes on after the first failure only to the extent that it already happened: lists not yet posted
+    are not. What is in flight is waited for within the same deadline, so that on return or raise nothing is
+    active: it is done, failed, or abandoned with its destination quarantined.
+
+    Parameters
+    ----------
+    transport : Transport
+    lists : sequence of Prepared
+    timeout_s : float
+        One deadline over all, finite and over 0.
+
+    Raises
+    ------
+    TransportError
+        The first failure, with every peer's state in ``failures``.
+    """
+    deadline = time.monotonic() + check_timeout(timeout_s)
+    transfers: list[Transfer] = []
+    refused: TransportError | None = None
+    for prepared in lists:
+        try:
+            transfers.append(transport.post(prepared))
+        except TransportError as error:
+            refused = error
+            refused.failures.setdefault(prepared.peer.name, f"refused: {error}")
+            break
+    left = max(deadline - time.monotonic(), 1e-3)
+    try:
+        stats = transport.wait(transfers, timeout_s=left)
+    except TransportError as error:
+        if refused is None:
+            raise
+        refused.failures.update(error.failures)
+        raise refused from error
+    if refused is not None:
+        for name in stats.per_peer:
+            refused.failures.setdefault(name, "done")
+        raise refused
+    return stats
