@@ -257,7 +257,9 @@ def _merged(walk: _Walk, movers: Sequence[int]) -> _Walk | None:
                 and second.dst_stride == first.dst_stride * first.size
             ):
                 joined = first._replace(size=first.size * second.size)
-                dims = [joined if index == inner else dim for index, dim in enumerate(walk.dims) if index != outer]
+                dims = [
+                    joined if index == inner else dim for index, dim in enumerate(walk.dims) if index != outer
+                ]
                 return walk._replace(dims=tuple(dims))
     return None
 

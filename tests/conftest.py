@@ -1,0 +1,23 @@
+"""Hypothesis profiles: `dev` (the default), `ci`, and `nightly`, chosen by RESHARD_HYPOTHESIS_PROFILE."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+_SLOW_MACHINES = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+settings.register_profile("dev", max_examples=100, deadline=None, suppress_health_check=_SLOW_MACHINES)
+settings.register_profile(
+    "ci",
+    max_examples=200,
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=_SLOW_MACHINES,
+)
+settings.register_profile(
+    "nightly", max_examples=5_000, deadline=None, print_blob=True, suppress_health_check=_SLOW_MACHINES
+)
+settings.load_profile(os.environ.get("RESHARD_HYPOTHESIS_PROFILE", "dev"))
