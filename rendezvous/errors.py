@@ -13,6 +13,7 @@
         ├── LeaseError (LookupError)                       a lease that ended
         ├── TransactionError (ValueError)                  a vote that contradicts its transaction or itself
         └── ContractError (ValueError)                     a consensus record that breaks its contract
+            └── ContractTypeError (TypeError)              ... by type
 
 An outage is always an error of this tree and never an empty answer.
 """
@@ -134,30 +135,35 @@ class TransactionError(RendezvousError, ValueError):
 
 
 class ContractError(RendezvousError, ValueError):
-    """A consensus record, or a collective about one, breaks its contract.
+    """A consensus record breaks its contract.
 
     Attributes
     ----------
-    record : str
-        The record or the call at fault.
-    field : str
-        Its field; for canonical records the path of the value, ``$.shape[1]``.
+    record, field : str
+        What is at fault, and where.
     got, expected : str
-        What was found there, and what must be.
+        In words.
     failures : Mapping of int to str
-        By rank, what those ranks said that are at fault; empty where ranks do not matter.
+        Per rank, where the ranks of a group disagree.
     """
 
     def __init__(
-        self, record: str, field: str, *, got: str, expected: str, failures: Mapping[int, str] | None = None
+        self,
+        record: str,
+        field: str,
+        *,
+        got: str,
+        expected: str,
+        failures: Mapping[int, str] | None = None,
     ) -> None:
-        super().__init__(f"{record}.{field}: got {got}, expected {expected}")
+        where = f"{record}.{field}" if field else record
+        super().__init__(f"{where}: got {got}, expected {expected}")
         self.record = record
         self.field = field
         self.got = got
         self.expected = expected
-        self.failures: Mapping[int, str] = dict(failures or {})
+        self.failures = dict(failures or {})
 
 
 class ContractTypeError(ContractError, TypeError):
-    """A field of a consensus record has another type than its contract says."""
+    """A consensus record, or a value of one, has the wrong type."""
