@@ -1,0 +1,166 @@
+"""What does this rank of a torch trainer hold? Plain tensors, DTensors, and modules wrapped by FSDP2, HSDP or tensor parallelism.
+
+1. A module's FSDP2 parts are put back into their sharded state, then its parameters and persistent buffers are listed.
+2. For a DTensor the mesh and its placements say which boxes this rank holds (`reshard.refit.adapters.placements`); the local
+   tensor's shape must agree, and a `Partial` placement is refused: its values are not the parameter's values.
+3. Mesh dims that replicate make a claim: the ranks along them hold equal content. The claim's number is a digest of those
+   global ranks, so that two pipeline stages that use one name by mistake never look like replicas.
+4. Each box is yielded as a view of the local tensor, without a copy. A rank that holds nothing yields nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from reshard.planner.errors import TableError, require
+from reshard.refit.adapters.placements import HeldBox, Split, held_boxes, held_runs
+from reshard.refit.tensors import LocalTensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["local_tensors", "named_tensors", "replica_claim", "tied_names"]
+
+
+def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a module's parameters and persistent buffers by name, each piece of memory once.
+
+    FSDP2 parts that are unsharded at the moment (after a forward pass, say) are resharded first, since their parameters
+    would otherwise be the gathered copies. A tied parameter is listed under its first name (see `tied_names`).
+
+    Parameters
+    ----------
+    module
+        Any module; its parameters may be DTensors.
+    """
+    require("torch", extra="torch")
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+    persistent = set(module.state_dict(keep_vars=True))
+    named: dict[str, torch.Tensor] = dict(module.named_parameters())
+    named.update((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
+    return named
+
+
+def tied_names(module: torch.nn.Module) -> dict[str, str]:
+    """Return the names of tied parameters that `named_tensors` leaves out, each with the name that it is listed under."""
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    everything = module.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in everything if first[id(parameter)] != name}
+
+
+def local_tensors(
+    source: torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    *,
+    plain_ranks: Sequence[int] | None = None,
+) -> list[LocalTensor]:
+    """Return the boxes that this rank holds, as views of its local tensors.
+
+    Parameters
+    ----------
+    source
+        A module, or names with tensors. Names must be the global ones (a pipeline stage's local layer numbers are not).
+    plain_ranks
+        Global ranks that hold equal copies of the tensors that are not DTensors (data parallelism, buffers). None claims
+        nothing: a plain tensor published by two holders is then a conflict.
+
+    Returns
+    -------
+    list of LocalTensor
+        Empty where this rank holds nothing; publish with `empty=True` then.
+
+    Raises
+    ------
+    TableError
+        For a `Partial` placement, a placement of an unknown kind, or a local tensor whose shape is not what the placements say.
+    """
+    torch = require("torch", extra="torch")
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(source, torch.nn.Module):
+        named: Iterable[tuple[str, torch.Tensor]] = named_tensors(source).items()
+    else:
+        named = source.items() if isinstance(source, Mapping) else source
+    plain_claim = replica_claim(plain_ranks) if plain_ranks is not None and len(plain_ranks) > 1 else -1
+    found: list[LocalTensor] = []
+    for name, tensor in named:
+        if isinstance(tensor, DTensor):
+            found += _dtensor_boxes(name, tensor)
+        elif tensor.numel():
+            shape = tuple(tensor.shape)
+            data = tensor.detach()
+            found.append(LocalTensor(name, _label(tensor), shape, (0,) * len(shape), data, plain_claim))
+    return found
+
+
+def replica_claim(ranks: Iterable[int]) -> int:
+    """Return the claim number of a set of global ranks that hold equal content: 62 bits of a digest of the sorted ranks."""
+    text = ",".join(str(rank) for rank in sorted(ranks))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
+
+
+def _dtensor_boxes(name: str, tensor: DTensor) -> list[LocalTensor]:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    shape = tuple(tensor.shape)
+    splits: list[list[Split]] = [[] for _ in shape]
+    replicating: list[int] = []
+    for mesh_dim, placement in enumerate(tensor.placements):
+        ranks, rank = mesh.size(mesh_dim), coordinate[mesh_dim]
+        if isinstance(placement, _StridedShard):
+            splits[placement.dim].append(Split(ranks, rank, int(placement.split_factor)))
+        elif isinstance(placement, Shard):
+            splits[placement.dim].append(Split(ranks, rank))
+        elif isinstance(placement, Replicate):
+            if ranks > 1:
+                replicating.append(mesh_dim)
+        elif isinstance(placement, Partial):
+            raise TableError(
+                f"tensor {name!r}: placement {placement} on mesh dim {mesh_dim}: its ranks hold summands, not values; "
+                "redistribute it first"
+            )
+        else:
+            raise TableError(f"tensor {name!r}: placement {placement!r} on mesh dim {mesh_dim} is of an unknown kind")
+    boxes = held_boxes(shape, splits)
+    local = tensor.to_local().detach()
+    expected = _local_shape(shape, splits)
+    if tuple(local.shape) != expected:
+        raise TableError(
+            f"tensor {name!r}: mesh coordinate {tuple(coordinate)}, placements {tensor.placements}: got a local tensor of "
+            f"shape {tuple(local.shape)}, expected {expected}"
+        )
+    claim = -1
+    if replicating:
+        index = tuple(slice(None) if dim in replicating else at for dim, at in enumerate(coordinate))
+        claim = replica_claim(mesh.mesh[index].flatten().tolist())
+    return [
+        LocalTensor(name, _label(tensor), shape, box.start, _cut(local, box), claim)
+        for box in boxes
+    ]
+
+
+def _local_shape(shape: tuple[int, ...], splits: list[list[Split]]) -> tuple[int, ...]:
+    return tuple(
+        sum(stop - start for start, stop in held_runs(size, of_dim)) for size, of_dim in zip(shape, splits, strict=True)
+    )
+
+
+def _cut(local: torch.Tensor, box: HeldBox) -> torch.Tensor:
+    for dim, (start, size) in enumerate(zip(box.local_start, box.sizes, strict=True)):
+        local = local.narrow(dim, start, size)
+    return local
+
+
+def _label(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,129 @@
+"""What a refit gives back: a typed report of what moved, what was proved, and what each install mode takes in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from reshard.refit.records import CoverageRecord, DiscoveryRecord, implied_gbps
+
+if TYPE_CHECKING:
+    from reshard.planner import Certificate
+    from reshard.rendezvous.types import VersionKey
+
+__all__ = ["MemoryLedger", "RefitReport", "Verified"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLedger:
+    """Bytes of memory that a rank's refit takes, and would take in each install mode.
+
+    Attributes
+    ----------
+    engine_bytes
+        The engine's own parameters and buffers.
+    shadow_bytes
+        Shadow buffers of this plan: what ``shadow`` mode takes beyond the engine (once while reading; a second set is kept for
+        the next refit where the engine swaps storages).
+    staging_bytes
+        The one staging arena, in both modes.
+    materialised_bytes
+        Sources staged whole for the loader.
+    """
+
+    engine_bytes: int
+    shadow_bytes: int
+    staging_bytes: int
+    materialised_bytes: int
+
+    def extra_bytes(self, mode: str) -> int:
+        """Memory beyond the engine's own that a refit in ``mode`` (``shadow`` or ``stream``) takes."""
+        shadow = self.shadow_bytes if mode == "shadow" else 0
+        return shadow + self.staging_bytes + self.materialised_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """Bytes checked against digests, of the bytes received; and the cells that were read in part and could not be."""
+
+    mode: str = "off"
+    verified_bytes: int = 0
+    received_bytes: int = 0
+    n_cells: int = 0
+    n_cells_partial: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RefitReport:
+    """One refit of one rank.
+
+    Attributes
+    ----------
+    version
+        The version now served.
+    cold
+        Whether anything was planned, connected or registered in this refit.
+    mode
+        ``shadow`` or ``stream``.
+    certificate
+        The planner's proof of what was written.
+    coverage
+        The coverage record of the plan in force.
+    stages
+        Seconds by stage name, in order.
+    useful_bytes, wire_bytes
+        Bytes requested of sources; bytes that crossed the wire.
+    wire_s
+        Seconds between the first post and the last completion, summed over waves, without preparation.
+    n_descriptors
+        Wire rows posted.
+    new_registrations
+        Registrations made in this refit (0 on a warm one).
+    failovers
+        Holders replaced by replicas in this refit.
+    """
+
+    version: VersionKey
+    member: str
+    cold: bool
+    mode: str
+    certificate: Certificate
+    coverage: CoverageRecord
+    discovery: DiscoveryRecord
+    stages: Mapping[str, float]
+    useful_bytes: int
+    wire_bytes: int
+    wire_s: float
+    n_descriptors: int
+    verified: Verified
+    ledger: MemoryLedger
+    new_registrations: int = 0
+    failovers: tuple[str, ...] = ()
+    plan_digest: bytes = field(default=b"", repr=False)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the whole refit."""
+        return sum(self.stages.values())
+
+    @property
+    def gbps(self) -> float:
+        """Gigabytes (1e9 bytes) a second on the wire; 0.0 where nothing moved."""
+        return implied_gbps(self.wire_bytes, self.wire_s) / 8 if self.wire_s > 0 else 0.0
+
+    @property
+    def coverage_pct(self) -> float:
+        """Percent of the engine's bytes that the certificate proves written."""
+        return self.coverage.coverage_pct
+
+    @property
+    def verified_bytes(self) -> int:
+        """Bytes checked against their publishers' digests."""
+        return self.verified.verified_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes received from publishers."""
+        return self.verified.received_bytes

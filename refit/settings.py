@@ -1,0 +1,91 @@
+"""The environment settings of a refit, each read when it is used and validated with a message that names it.
+
+| variable | meaning | default |
+|---|---|---|
+| `RESHARD_REQUIRE_FULL_COVERAGE` | 1 turns the coverage gate on | off |
+| `RESHARD_COVERAGE_FLOOR` | least fraction of the engine's bytes that the gate accepts | 0.995 |
+| `RESHARD_MIN_GBPS` | rate in Gb/s under which `REFIT_SLOW_THROUGHPUT` is logged; 0 is off | 0 |
+| `RESHARD_MAX_GBPS` | rate in Gb/s over which a refit is refused as impossible; 0 is off | 0 |
+| `RESHARD_DEBUG_SENTINEL` | 1 fills destinations with 0xA5 before each read | off |
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+
+logger = logging.getLogger("reshard.refit")
+
+__all__ = ["coverage_floor", "debug_sentinel", "max_gbps", "min_gbps", "require_full_coverage"]
+
+_TRUE = frozenset(("1", "true", "yes", "on"))
+_FALSE = frozenset(("", "0", "false", "no", "off"))
+
+
+def _flag(name: str) -> bool:
+    text = os.environ.get(name, "").strip().lower()
+    if text in _TRUE:
+        return True
+    if text in _FALSE:
+        return False
+    raise ValueError(f"{name}={text!r}: expected one of 1, true, yes, on, 0, false, no, off")
+
+
+def require_full_coverage(override: bool | None) -> bool:
+    """Whether the coverage gate is on: the caller's choice, else ``RESHARD_REQUIRE_FULL_COVERAGE``."""
+    return _flag("RESHARD_REQUIRE_FULL_COVERAGE") if override is None else override
+
+
+def debug_sentinel(override: bool | None) -> bool:
+    """Whether destinations are filled with a sentinel before each read."""
+    return _flag("RESHARD_DEBUG_SENTINEL") if override is None else override
+
+
+def coverage_floor(override: float | None) -> float:
+    """The gate's floor: the caller's, else ``RESHARD_COVERAGE_FLOOR``, else 0.995.
+
+    Raises
+    ------
+    ValueError
+        If it is not a fraction in [0.0, 1.0].
+    """
+    where = "coverage_floor"
+    value: float
+    if override is None:
+        text = os.environ.get("RESHARD_COVERAGE_FLOOR", "").strip() or "0.995"
+        where = "RESHARD_COVERAGE_FLOOR"
+        try:
+            value = float(text)
+        except ValueError:
+            raise ValueError(f"{where}={text!r}: expected a fraction in [0.0, 1.0]") from None
+    else:
+        value = float(override)
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{where}={value!r}: expected a fraction in [0.0, 1.0]")
+    return value
+
+
+def _rate(name: str) -> float:
+    """A rate in Gb/s; what is negative, not finite or no number is off, and says so."""
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return 0.0
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value < 0:
+        logger.warning("%s=%r is not a finite rate of at least 0 Gb/s: the check is off", name, text)
+        return 0.0
+    return value
+
+
+def min_gbps() -> float:
+    """Throughput floor in Gb/s; 0 is off."""
+    return _rate("RESHARD_MIN_GBPS")
+
+
+def max_gbps() -> float:
+    """Throughput ceiling in Gb/s; 0 is off."""
+    return _rate("RESHARD_MAX_GBPS")
