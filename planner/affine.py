@@ -1,10 +1,10 @@
-"""Which boxes of a source tensor does a strided view of it read, and where does each element land?
+"""Which boxes of a source tensor a strided view of it reads, and where each element lands.
 
-Loaders describe a copy by two strided views of equal sizes: one of the source tensor, one of the destination
-buffer. The planner joins requests with shards, which are boxes in *source* coordinates, so each pair of views is
-brought into the source-aligned normal form of :class:`AlignedView`: along every source dim it takes
-``start + step * k`` for ``k`` in ``[0, count)``, and every step of every source dim moves the destination by a
-fixed stride.
+Loaders describe a copy by two strided views of equal sizes: one of the source tensor, one of the
+destination buffer. The planner joins requests with shards, which are boxes in *source* coordinates, so each
+pair of views is brought into the source-aligned normal form of :class:`AlignedView`: along every source dim
+it takes ``start + step * k`` for ``k`` in ``[0, counts)``, and every step of every source dim moves the
+destination by a fixed stride.
 
 1. Drop view dims of size 1, flip dims that walk the source backwards, refuse what lies outside the tensor.
 2. Write each view stride in the mixed radix of the source's own strides.
@@ -32,17 +32,17 @@ class AlignedView(NamedTuple):
 
     Attributes
     ----------
-    start, step, count : tuple of int
-        One entry per source dim: the coordinates ``start + step * k``, ``k`` in ``[0, count)``; ``step >= 1``.
+    start, step, counts : tuple of int
+        One entry per source dim: coordinates ``start + step * k``, ``k`` in ``[0, counts)``; ``step >= 1``.
     dst_offset : int
         Destination element of the first source element.
     dst_stride : tuple of int
-        Destination elements moved per step of each source dim; 0 where ``count`` is 1. May be negative.
+        Destination elements moved per step of each source dim; 0 where ``counts`` is 1. May be negative.
     """
 
     start: tuple[int, ...]
     step: tuple[int, ...]
-    count: tuple[int, ...]
+    counts: tuple[int, ...]
     dst_offset: int
     dst_stride: tuple[int, ...]
 
@@ -54,7 +54,7 @@ class _Dim(NamedTuple):
 
 
 class _Walk(NamedTuple):
-    """A strided copy that is still to be aligned: a first element on both sides, and the dims walked from it."""
+    """A strided copy still to be aligned: a first element on both sides, and the dims walked from it."""
 
     src_offset: int
     dst_offset: int
@@ -94,20 +94,20 @@ def source_aligned(
     Raises
     ------
     PlanError
-        The views disagree in rank, a size is negative, the source view leaves the tensor, or more than `max_views`
-        pieces would be needed.
+        The views disagree in rank, a size is negative, the source view leaves the tensor, or more than
+        `max_views` pieces would be needed.
 
     Examples
     --------
     Columns 2 and 4 of a (3, 6) tensor, transposed into a packed (2, 3) destination:
 
     >>> source_aligned((3, 6), 2, (2, 3), (2, 6), 0, (3, 1))
-    [AlignedView(start=(0, 2), step=(1, 2), count=(3, 2), dst_offset=0, dst_stride=(1, 3))]
+    [AlignedView(start=(0, 2), step=(1, 2), counts=(3, 2), dst_offset=0, dst_stride=(1, 3))]
 
     A flat range that begins inside one row and ends inside another:
 
     >>> for view in source_aligned((3, 4), 3, (6,), (1,), 0, (1,)):
-    ...     print(view.start, view.count, view.dst_offset)
+    ...     print(view.start, view.counts, view.dst_offset)
     (0, 3) (1, 1) 0
     (1, 0) (1, 4) 1
     (2, 0) (1, 1) 5
@@ -151,13 +151,13 @@ def _check_inside(shape: Sequence[int], walk: _Walk) -> None:
     last = walk.src_offset + sum((dim.size - 1) * dim.src_stride for dim in walk.dims)
     if walk.src_offset < 0 or last >= n_elems:
         raise PlanError(
-            f"a view reads source elements [{walk.src_offset}, {last + 1}) of a tensor of shape {tuple(shape)}, "
-            f"which has [0, {n_elems})"
+            f"a view reads source elements [{walk.src_offset}, {last + 1}) of a tensor of shape "
+            f"{tuple(shape)}, which has [0, {n_elems})"
         )
 
 
 class _Aligner:
-    """Aligns walks over one source shape; a walk that cannot be aligned whole is cut into several and retried."""
+    """Aligns walks over one source shape; one that cannot be aligned whole is cut into several."""
 
     def __init__(self, shape: tuple[int, ...], max_views: int) -> None:
         self.shape = shape
@@ -171,8 +171,8 @@ class _Aligner:
             if len(views) + len(pending) > self.max_views:
                 raise PlanError(
                     f"a view with strides {tuple(dim.src_stride for dim in walk.dims)} and sizes "
-                    f"{tuple(dim.size for dim in walk.dims)} of a tensor of shape {self.shape} falls into more than "
-                    f"{self.max_views} source-aligned pieces"
+                    f"{tuple(dim.size for dim in walk.dims)} of a tensor of shape {self.shape} falls into "
+                    f"more than {self.max_views} source-aligned pieces"
                 )
             piece = pending.pop()
             cut = self._cut(piece)
@@ -183,7 +183,7 @@ class _Aligner:
         return views
 
     def _digits(self, offset: int) -> tuple[int, ...]:
-        """Return `offset` in the mixed radix of the source strides: its coordinates, if it is inside the tensor."""
+        """Return `offset` in the mixed radix of the source strides: its coordinates, if it is inside."""
         digits = []
         for stride in self.strides:
             digit, offset = divmod(offset, stride)

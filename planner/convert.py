@@ -1,8 +1,8 @@
-"""What are the bytes of these values in another dtype?
+"""What the bytes of values are in another dtype.
 
-Pure NumPy, and equal bit for bit to what torch's CPU casts give for every value that is not a NaN; a NaN stays a
-NaN of the same sign. Values are held in *storage* arrays: the native NumPy dtype where there is one, else the
-unsigned integer of the same width (bfloat16 is ``uint16``, the float8 family ``uint8``).
+Pure NumPy, and equal bit for bit to what torch's CPU casts give for every value that is not a NaN; a NaN
+stays a NaN. Values are held in *storage* arrays: the native NumPy dtype where there is one, else the unsigned
+integer of the same width (bfloat16 is ``uint16``, the float8 family ``uint8``).
 
 1. Small floats are decoded to float32, exactly: bfloat16 by a shift, a float8 by its table of 256 values.
 2. Native dtypes cast with NumPy's own ``astype``, which rounds to nearest even.
@@ -24,7 +24,7 @@ from reshard.planner.errors import DTypeError
 
 __all__ = ["can_cast", "cast", "cast_bytes", "storage_dtype"]
 
-_NATIVE = {
+_NATIVE: dict[str, np.dtype[np.generic]] = {
     "bool": np.dtype(np.bool_),
     "uint8": np.dtype(np.uint8),
     "int8": np.dtype(np.int8),
@@ -42,7 +42,7 @@ _NATIVE = {
 
 @dataclass(frozen=True, slots=True)
 class _Float8:
-    """An 8-bit float: sign, exponent, mantissa. `top` is the largest finite code, `overflow` what lies above it."""
+    """An 8-bit float. `top` is the code of its largest finite value, `overflow` of what lies above it."""
 
     mantissa_bits: int
     bias: int
@@ -52,8 +52,8 @@ class _Float8:
     signed_zero: bool
 
 
-# Open Compute 8-bit formats (OFP8) and their FNUZ cousins, which have one NaN (0x80) and no negative zero. As in torch
-# 2.13, e4m3fn saturates; e5m2 overflows to infinity, and the FNUZ formats to their NaN.
+# Open Compute 8-bit formats (OFP8) and their FNUZ cousins, which have one NaN (0x80) and no negative zero. As
+# in torch 2.13, e4m3fn saturates; e5m2 overflows to infinity, and the FNUZ formats to their NaN.
 _FLOAT8 = {
     "float8_e4m3fn": _Float8(mantissa_bits=3, bias=7, top=0x7E, overflow=0x7E, nan=0x7F, signed_zero=True),
     "float8_e5m2": _Float8(mantissa_bits=2, bias=15, top=0x7B, overflow=0x7C, nan=0x7F, signed_zero=True),
@@ -66,7 +66,7 @@ _FLOAT8 = {
 _PIECE_ELEMS = 1 << 15
 """Small floats are converted in pieces of this many elements, so that the temporaries stay in the cache."""
 
-_SMALL_STORAGE = {
+_SMALL_STORAGE: dict[str, np.dtype[np.generic]] = {
     "bfloat16": np.dtype(np.uint16),
     "float8_e8m0fnu": np.dtype(np.uint8),
     **dict.fromkeys(_FLOAT8, np.dtype(np.uint8)),
@@ -86,7 +86,7 @@ def storage_dtype(label: str) -> np.dtype[np.generic]:
     >>> storage_dtype("bfloat16"), storage_dtype("float32")
     (dtype('uint16'), dtype('float32'))
     """
-    found = _NATIVE.get(label) or _SMALL_STORAGE.get(label)
+    found: np.dtype[np.generic] | None = _NATIVE.get(label, _SMALL_STORAGE.get(label))
     if found is None:
         known = dtype(label)
         raise DTypeError(f"dtype '{label}' has {known.bits} bits an element: casts need whole bytes")
@@ -125,8 +125,8 @@ def cast(src: str, dst: str, values: npt.NDArray[np.generic]) -> npt.NDArray[np.
     Raises
     ------
     DTypeError
-        A label is unknown or has fewer than 8 bits, `values` has another dtype, or `dst` is ``float8_e8m0fnu``:
-        a block scale is chosen by its quantiser, never rounded to.
+        A label is unknown or has fewer than 8 bits, `values` has another dtype, or `dst` is
+        ``float8_e8m0fnu``: a block scale is chosen by its quantiser, never rounded to.
 
     Examples
     --------
@@ -191,7 +191,8 @@ def _decode(label: str, codes: npt.NDArray[np.generic]) -> npt.NDArray[np.float3
     """Return the float32 values of small-float codes; every one is exact."""
     if label == "bfloat16":
         return np.left_shift(codes.astype(np.uint32), np.uint32(16)).view(np.float32)
-    return _float8_table(label)[codes]
+    decoded: npt.NDArray[np.float32] = _float8_table(label)[codes]
+    return decoded
 
 
 @cache
@@ -242,12 +243,12 @@ def _to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 
 
 def _to_float8(form: _Float8, values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-    """Round float32 to nearest even in units of the target's last place, then place the exponent by addition."""
+    """Round float32 to nearest even in units of the target's last place."""
     bits = values.view(np.uint32)
     sign = ((bits >> np.uint32(24)) & np.uint32(0x80)).astype(np.uint8)
     magnitude = (bits & np.uint32(0x7FFFFFFF)).astype(np.int64)
     nan = magnitude > 0x7F800000
-    # A normal result keeps the float32 exponent, rebased; carries of the rounding run into it, as they should.
+    # A normal result keeps the float32 exponent, rebased; carries of the rounding run into it.
     drop = 23 - form.mantissa_bits
     half = (1 << (drop - 1)) - 1
     odd = (magnitude >> drop) & 1

@@ -1,7 +1,7 @@
 """The planner, written the slow and obvious way: element by element, in plain Python.
 
-It answers, for a small scenario, what every destination byte must hold and why, or which kind of error the tables
-deserve. It shares no code, no types and no arithmetic with ``planner/``: coordinates are walked with
+It answers, for a small scenario, what every destination byte must hold and why, or which kind of error the
+tables deserve. It shares no code, no types and no arithmetic with ``planner/``: coordinates are walked with
 ``itertools.product``, bytes are moved one element at a time, dtypes are cast with ``struct``.
 
 The scenario is also what the strategies draw and what the tests turn into the planner's own tables.
@@ -71,7 +71,7 @@ class RefBuffer:
 
 @dataclass(frozen=True)
 class RefRequest:
-    """A copy (or, with `value`, a fill) in source-aligned form; destination offset and strides in elements."""
+    """A copy (or, with `value`, a fill) in source-aligned form; destination numbers in elements."""
 
     tensor: str
     start: tuple[int, ...]
@@ -207,7 +207,7 @@ def steps_of(request: RefRequest) -> Iterator[tuple[tuple[int, ...], int]]:
 
 
 def writers(scenario: Scenario) -> tuple[list[dict[int, Write]], bool]:
-    """Per buffer: destination element -> its last writer; and whether two writers of one element have no order."""
+    """Per buffer: destination element -> last writer; and whether two writers of one have no order."""
     result: list[dict[int, Write]] = [{} for _ in scenario.buffers]
     clash = False
     order_at: list[dict[int, set[int]]] = [{} for _ in scenario.buffers]

@@ -1,9 +1,9 @@
-"""Hypothesis strategies that draw whole scenarios: sharded tensors, destination buffers, and the copies between.
+"""Hypothesis strategies that draw whole scenarios: sharded tensors, buffers, and the copies between.
 
-Everything is drawn as the plain records of ``tests/reference.py``; :func:`shard_table` and :func:`read_table` turn a
-scenario into the planner's tables.
+Everything is drawn as the plain records of ``tests/reference.py``; :func:`shard_table` and :func:`read_table`
+turn a scenario into the planner's tables.
 
-1. Tensors of rank 0 to 4, cut on any dims into even, uneven and empty boxes, each kept by one to three holders.
+1. Tensors of rank 0 to 4, cut on any dims into even, uneven and empty boxes, kept by one to three holders.
 2. Each holder's shards at odd offsets of one or two regions, in shuffled order.
 3. Buffers made of slots stacked on any axis; each slot takes a narrowed, stepped, selected and permuted view.
 4. Fills under copies, and later copies over earlier ones, with program order saying who wins.
@@ -12,6 +12,7 @@ scenario into the planner's tables.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -59,11 +60,7 @@ def shardings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[tuple[int, 
         if budget and draw(st.booleans()):
             bounds = draw(cuts(extent))
             budget -= 1
-        boxes = [
-            ((*start, a), (*stop, b))
-            for start, stop in boxes
-            for a, b in zip(bounds[:-1], bounds[1:], strict=True)
-        ]
+        boxes = [((*start, a), (*stop, b)) for start, stop in boxes for a, b in itertools.pairwise(bounds)]
     return boxes
 
 

@@ -36,8 +36,8 @@ def walked(
 
 
 def aligned_pairs(shape: Sequence[int], view: AlignedView) -> Iterator[tuple[int, int]]:
-    """Every (flat source element, destination element) of an aligned view, refusing coordinates out of bounds."""
-    for k in itertools.product(*map(range, view.count)):
+    """Every (flat source element, destination element) of an aligned view, refusing what is out of bounds."""
+    for k in itertools.product(*map(range, view.counts)):
         flat = 0
         for extent, start, step, i in zip(shape, view.start, view.step, k, strict=True):
             coordinate = start + step * i
@@ -49,7 +49,7 @@ def aligned_pairs(shape: Sequence[int], view: AlignedView) -> Iterator[tuple[int
 
 @st.composite
 def walks(draw: st.DrawFn) -> Walk:
-    """Strided views that stay inside a small tensor: overlapping, repeated, backwards, diagonal, crossing rows."""
+    """Strided views inside a small tensor: overlapping, repeated, backwards, diagonal, crossing rows."""
     shape = tuple(draw(st.lists(st.integers(1, 6), max_size=4)))
     n_elems = math.prod(shape)
     sizes, src_strides = [], []
@@ -85,9 +85,9 @@ def test_pieces_cover_the_view_exactly_once(walk: Walk) -> None:
     pairs = sorted(itertools.chain.from_iterable(aligned_pairs(shape, view) for view in views))
     assert pairs == walked(src_offset, sizes, src_strides, dst_offset, dst_strides)
     for view in views:
-        assert all(step >= 1 and count >= 1 for step, count in zip(view.step, view.count, strict=True))
+        assert all(step >= 1 and count >= 1 for step, count in zip(view.step, view.counts, strict=True))
         assert all(
-            stride == 0 for stride, count in zip(view.dst_stride, view.count, strict=True) if count == 1
+            stride == 0 for stride, count in zip(view.dst_stride, view.counts, strict=True) if count == 1
         )
 
 
@@ -120,7 +120,7 @@ def test_the_usual_views_stay_whole(
     packed = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
     views = source_aligned(shape, offset, sizes, strides, 0, packed)
     assert len(views) == n_views
-    assert sum(math.prod(view.count) for view in views) == math.prod(sizes)
+    assert sum(math.prod(view.counts) for view in views) == math.prod(sizes)
 
 
 def test_a_size_of_zero_reads_nothing() -> None:
