@@ -151,7 +151,6 @@ class ContractError(RendezvousError, ValueError):
         self,
         record: str,
         field: str,
-        *,
         got: str,
         expected: str,
         failures: Mapping[int, str] | None = None,
