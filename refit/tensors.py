@@ -50,7 +50,7 @@ class LocalTensor:
     replica_group
         A non-negative claim number: pieces of one box with equal claims have equal content. -1 claims nothing.
     axes
-        Stored axis order where it matters (``(1, 0)`` for in x out), else None.
+        Names of the stored axes where they matter (``("in", "out")``), else None.
     wire_dtype
         The dtype to publish as, if this tensor departs from the publisher's own rule; None follows the rule.
     """
@@ -61,7 +61,7 @@ class LocalTensor:
     start: tuple[int, ...]
     data: ArrayLike
     replica_group: int = -1
-    axes: tuple[int, ...] | None = None
+    axes: tuple[str, ...] | None = None
     wire_dtype: str | None = None
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class SourceTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    axes: tuple[int, ...] | None = None
+    axes: tuple[str, ...] | None = None
 
 
 def full(name: str, dtype: str, data: ArrayLike, *, replica_group: int = -1) -> LocalTensor:

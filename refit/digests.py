@@ -1,0 +1,132 @@
+"""Did these bytes arrive as they left? One 128-bit digest for each cell, in one pass over the bytes.
+
+The bytes of a cell are taken as little-endian 32-bit lanes, zero-extended (a short tail is padded with zeros), each lane times a
+fixed odd 64-bit weight, summed modulo 2**64; twice, with two seeds; and dtype and shape are added after the sums.
+
+Why the weights look as they do. The low 33 bits of weight ``i`` are ``2 * p(i) + 1``, with ``p`` a seeded nonlinear bijection of 32-bit
+numbers, the upper 31 bits are a hash of ``i``:
+
+- odd: a change inside one lane is a difference under 2**32 times a unit, never 0;
+- pairwise distinct modulo 2**33: swapping two lanes that differ by ``d`` changes the sum by ``d * (w_i - w_j)``, which holds at most
+  31 + 32 factors of two, never 64; so does swapping two elements of at most 4 bytes at equal places of two lanes;
+- elements at different places of two lanes swap to ``d * (2**a * w_i - 2**b * w_j)`` with ``a != b``: an odd number times less than
+  2**24, never 0;
+- nonlinear: flipping the signs of several top lanes adds ``2**31`` times a signed sum of weights, which vanishes modulo 2**33 with
+  probability 2**-32 a seed (for arithmetic progressions four flips always can).
+
+This module is the NumPy form; `reshard.refit.digests_torch` and `reshard.refit.digests_triton` give the same numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cache, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.planner.dtypes import dtype as parse_dtype
+
+__all__ = ["CELL_BYTES", "DIGEST_BYTES", "SEEDS", "cell_tag", "digest_bytes", "digest_into", "root_of", "weights"]
+
+U64 = npt.NDArray[np.uint64]
+U8 = npt.NDArray[np.uint8]
+
+CELL_BYTES = 1 << 20
+"""Most bytes of one cell."""
+DIGEST_BYTES = 16
+"""Bytes of one cell's digest: two little-endian uint64."""
+SEEDS = (0x5265_7368_6172_6431, 0xC0DE_2B1D_9E37_79B9)
+"""The two seeds; changing them changes every digest."""
+_PIECE_LANES = 1 << 15
+"""Lanes digested at once: the widened copy stays in the cache."""
+
+_M1, _M2 = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
+
+
+def _mix32(x: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """A nonlinear bijection of 32-bit numbers: xor-shifts and odd multiplications (the "lowbias32" constants of C. Wellons)."""
+    x = x ^ (x >> np.uint32(16))
+    x = x * _M1
+    x = x ^ (x >> np.uint32(15))
+    x = x * _M2
+    return x ^ (x >> np.uint32(16))
+
+
+def _mix64(x: U64) -> U64:
+    """The finaliser of SplitMix64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@cache
+def weights(seed: int) -> U64:
+    """The weights of one seed, uint64 of shape (CELL_BYTES / 4,), read-only."""
+    index = np.arange(CELL_BYTES // 4, dtype=np.uint32)
+    low = _mix32(index ^ np.uint32(seed & 0xFFFFFFFF)).astype(np.uint64) << np.uint64(1) | np.uint64(1)
+    high = _mix64(index.astype(np.uint64) + np.uint64(seed)) << np.uint64(33)
+    made = high | low
+    made.flags.writeable = False
+    return made
+
+
+@lru_cache(maxsize=65_536)
+def cell_tag(dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """What binds dtype and shape: two uint64, added to the two sums."""
+    text = f"reshard.cell.1|{parse_dtype(dtype).label}|{','.join(map(str, shape))}".encode()
+    raw = hashlib.blake2b(text, digest_size=DIGEST_BYTES).digest()
+    return int.from_bytes(raw[:8], "little"), int.from_bytes(raw[8:], "little")
+
+
+def digest_into(data: U8, tag: Sequence[int] | U64, out: U64) -> None:
+    """Digest one cell.
+
+    Parameters
+    ----------
+    data
+        uint8 of shape (n,), contiguous, 0 < n <= CELL_BYTES.
+    tag
+        The two numbers of `cell_tag`.
+    out
+        uint64 of shape (2,), written.
+    """
+    n = data.size
+    if n > CELL_BYTES:
+        raise ValueError(f"a cell has at most {CELL_BYTES} bytes, got {n}")
+    whole = n & ~3
+    lanes = data[:whole].view(np.uint32) if whole else np.zeros(0, np.uint32)
+    sums = [int(tag[0]), int(tag[1])]
+    for at in range(0, lanes.size, _PIECE_LANES):
+        wide = lanes[at : at + _PIECE_LANES].astype(np.uint64)
+        for k, seed in enumerate(SEEDS):
+            sums[k] += int(np.einsum("i,i->", wide, weights(seed)[at : at + wide.size]))
+    if whole != n:
+        tail = int.from_bytes(data[whole:].tobytes(), "little")
+        for k, seed in enumerate(SEEDS):
+            sums[k] += tail * int(weights(seed)[whole // 4])
+    out[0] = sums[0] & 0xFFFFFFFFFFFFFFFF
+    out[1] = sums[1] & 0xFFFFFFFFFFFFFFFF
+
+
+def digest_bytes(data: U8, dtype: str, shape: Sequence[int]) -> bytes:
+    """Digest of one cell given as contiguous bytes: 16 bytes.
+
+    Examples
+    --------
+    >>> a = np.array([1, 0, 2], np.uint16)
+    >>> digest_bytes(a.view(np.uint8), "uint16", (3,)) == digest_bytes(a[::-1].copy().view(np.uint8), "uint16", (3,))
+    False
+    """
+    out = np.zeros(2, np.uint64)
+    digest_into(data, cell_tag(dtype, tuple(int(n) for n in shape)), out)
+    return out.astype("<u8").tobytes()
+
+
+def root_of(digests: U64, prefix: bytes = b"") -> bytes:
+    """32 bytes over the digests of many cells (uint64 of shape (n, 2)), after ``prefix``."""
+    hasher = hashlib.sha256(b"reshard.root.1\0")
+    hasher.update(prefix)
+    hasher.update(np.ascontiguousarray(digests, "<u8").tobytes())
+    return hasher.digest()
