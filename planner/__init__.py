@@ -1,1 +1,66 @@
-"""The planner: shard tables and read tables in, plan out. NumPy only; no I/O, no clock, no environment."""
+"""The planner: shard tables and read tables in, plan out. NumPy only; no I/O, no clock, no environment.
+
+Public names are imported when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+_HOME = {
+    "errors": (
+        "ConflictError",
+        "CoverageError",
+        "DTypeError",
+        "MissingDependencyError",
+        "OverlapError",
+        "PlanError",
+        "ReshardError",
+        "TableError",
+    ),
+    "dtypes": ("DType", "dtype"),
+    "dictionaries": ("GeometryDict", "TensorDict"),
+    "shards": ("Holder", "Shard", "ShardPart"),
+    "tables": ("ShardTable",),
+    "reads": ("Buffer", "ReadRequest", "ReadTable"),
+    "options": ("CostModel", "PlanOptions"),
+    "plan": ("plan",),
+    "plans": ("Plan", "Certificate", "Economics"),
+    "bind": ("BoundPlan", "PeerRows"),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+if TYPE_CHECKING:
+    from reshard.planner.dictionaries import GeometryDict as GeometryDict
+    from reshard.planner.dictionaries import TensorDict as TensorDict
+    from reshard.planner.dtypes import DType as DType
+    from reshard.planner.dtypes import dtype as dtype
+    from reshard.planner.errors import ConflictError as ConflictError
+    from reshard.planner.errors import CoverageError as CoverageError
+    from reshard.planner.errors import DTypeError as DTypeError
+    from reshard.planner.errors import MissingDependencyError as MissingDependencyError
+    from reshard.planner.errors import OverlapError as OverlapError
+    from reshard.planner.errors import PlanError as PlanError
+    from reshard.planner.errors import ReshardError as ReshardError
+    from reshard.planner.errors import TableError as TableError
+    from reshard.planner.reads import Buffer as Buffer
+    from reshard.planner.reads import ReadRequest as ReadRequest
+    from reshard.planner.reads import ReadTable as ReadTable
+    from reshard.planner.shards import Holder as Holder
+    from reshard.planner.shards import Shard as Shard
+    from reshard.planner.shards import ShardPart as ShardPart
+    from reshard.planner.tables import ShardTable as ShardTable
+
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> object:
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -1,0 +1,413 @@
+"""What do ids in a table mean? The two content-addressed dictionaries that parts share.
+
+A `TensorDict` says what a tensor is (name, dtype, global shape, stored axes); a `GeometryDict` says which box of a tensor
+a shard is. Both are columnar, immutable and checked once. Shapes and boxes are left-padded with size-1 dims in memory;
+digests and the wire see them unpadded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+
+from reshard.planner.classify import Int64, classify, column
+from reshard.planner.dtypes import BY_CODE, MAX_CODE, dtype
+from reshard.planner.errors import DTypeError, TableError
+
+MAX_NDIM: Final = 8
+MAX_NAME_BYTES: Final = 4096
+MAX_TENSOR_BYTES: Final = 1 << 62
+
+_BITS: Final[Int64] = np.zeros(MAX_CODE + 1, np.int64)
+for _code, _row in BY_CODE.items():
+    _BITS[_code] = _row.bits
+
+
+def check_name(name: str) -> bytes:
+    """UTF-8 of a tensor or holder name.
+
+    Raises
+    ------
+    TableError
+        It is empty, holds a NUL, cannot be encoded, or is longer than 4,096 bytes.
+    """
+    try:
+        raw = name.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise TableError(f"name {name!r} is not valid Unicode", tensor=name, got=name) from error
+    if not raw:
+        raise TableError("a name is empty; expected 1 to 4096 bytes", got=0, expected=MAX_NAME_BYTES)
+    if b"\0" in raw:
+        raise TableError(f"name {name!r} holds a NUL byte", tensor=name, got=name)
+    if len(raw) > MAX_NAME_BYTES:
+        raise TableError(
+            f"name {name[:40]!r}... has {len(raw)} bytes; expected at most {MAX_NAME_BYTES}",
+            tensor=name,
+            got=len(raw),
+            expected=MAX_NAME_BYTES,
+        )
+    return raw
+
+
+def padded_dims(rows: Sequence[Sequence[int]], n_dims: int, pad: int) -> tuple[Int64, ...]:
+    """Rows of different rank as `n_dims` columns, right-aligned."""
+    full = np.full((n_dims, len(rows)), pad, np.int64)
+    for i, row in enumerate(rows):
+        if len(row):
+            full[n_dims - len(row) :, i] = row
+    return tuple(column(full[d], f"dim {d}") for d in range(n_dims))
+
+
+def _digest_dims(hasher: hashlib._Hash, ndim: Int64, columns: tuple[Int64, ...]) -> None:
+    """Feed columns unpadded: only the cells that exist, dim by dim from the last."""
+    hasher.update(ndim.tobytes())
+    for back, dim in enumerate(reversed(columns), 1):
+        hasher.update(dim[ndim >= back].tobytes())
+
+
+@dataclass(frozen=True, eq=False)
+class TensorDict:
+    """Names, dtypes and global shapes of T source tensors.
+
+    Parameters
+    ----------
+    names_blob : bytes
+        UTF-8 names, one after another.
+    name_offsets : int64[T + 1]
+        Where each name starts in the blob.
+    dtype_code : int64[T]
+        Wire numbers of `reshard.planner.dtypes`.
+    ndim : int64[T]
+        Rank as published, 0 to 8.
+    shape : tuple of D int64[T]
+        Elements, left-padded with 1. D is any number from the greatest rank to 8.
+    axes : mapping
+        Tensor index to names of its stored axes, for the tensors that say so.
+
+    Raises
+    ------
+    TableError
+        Bad or duplicate names, negative or absurd sizes, ranks over 8.
+    DTypeError
+        An unknown dtype code, or sub-byte rows that do not fill whole bytes.
+    """
+
+    names_blob: bytes
+    name_offsets: Int64
+    dtype_code: Int64
+    ndim: Int64
+    shape: tuple[Int64, ...]
+    axes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        fix = object.__setattr__
+        fix(self, "name_offsets", column(self.name_offsets, "name_offsets"))
+        fix(self, "dtype_code", column(self.dtype_code, "dtype_code"))
+        fix(self, "ndim", column(self.ndim, "ndim"))
+        fix(self, "shape", tuple(column(c, f"shape[{d}]") for d, c in enumerate(self.shape)))
+        fix(self, "axes", {int(k): tuple(v) for k, v in sorted(self.axes.items())})
+        self._check()
+
+    @classmethod
+    def build(
+        cls,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        axes: Mapping[int, tuple[str, ...]] | None = None,
+    ) -> TensorDict:
+        """From Python objects.
+
+        Parameters
+        ----------
+        names, dtypes : sequence of str
+        shapes : sequence of sequence of int
+        axes : mapping, optional
+        """
+        raw = [check_name(name) for name in names]
+        offsets = np.zeros(len(raw) + 1, np.int64)
+        np.cumsum([len(r) for r in raw], out=offsets[1:])
+        for name, shape in zip(names, shapes, strict=True):
+            if len(shape) > MAX_NDIM:
+                raise TableError(
+                    f"tensor {name!r}: rank {len(shape)}; expected at most {MAX_NDIM}",
+                    tensor=name,
+                    got=len(shape),
+                    expected=MAX_NDIM,
+                )
+        n_dims = max((len(s) for s in shapes), default=0)
+        return cls(
+            b"".join(raw),
+            offsets,
+            column([dtype(label).code for label in dtypes], "dtype_code"),
+            column([len(s) for s in shapes], "ndim"),
+            padded_dims(shapes, n_dims, 1),
+            axes or {},
+        )
+
+    def __len__(self) -> int:
+        return len(self.ndim)
+
+    def _check(self) -> None:
+        n, offsets = len(self.ndim), self.name_offsets
+        lengths = {"dtype_code": len(self.dtype_code), **{f"shape[{d}]": len(c) for d, c in enumerate(self.shape)}}
+        for what, length in lengths.items():
+            if length != n:
+                raise TableError(f"tensor dictionary: {what} has {length} rows; expected {n}", got=length, expected=n)
+        if len(offsets) != n + 1 or offsets[0] != 0 or offsets[-1] != len(self.names_blob):
+            raise TableError(
+                f"tensor dictionary: name_offsets must be {n + 1} offsets from 0 to {len(self.names_blob)}",
+                got=len(offsets),
+                expected=n + 1,
+            )
+        if n == 0:
+            return
+        sizes = np.diff(offsets)
+        if int(sizes.min()) < 1 or int(sizes.max()) > MAX_NAME_BYTES:
+            bad = int(np.argmax((sizes < 1) | (sizes > MAX_NAME_BYTES)))
+            raise TableError(
+                f"tensor {bad}: name of {int(sizes[bad])} bytes; expected 1 to {MAX_NAME_BYTES}",
+                got=int(sizes[bad]),
+                expected=MAX_NAME_BYTES,
+            )
+        if b"\0" in self.names_blob:
+            raise TableError("tensor dictionary: a name holds a NUL byte")
+        if len(self.index_of) != n:
+            seen: set[str] = set()
+            for name in self.names_list:
+                if name in seen:
+                    raise TableError(f"tensor {name!r} appears twice in one dictionary", tensor=name)
+                seen.add(name)
+        if int(self.ndim.min()) < 0 or int(self.ndim.max()) > min(MAX_NDIM, len(self.shape)):
+            bad = int(np.argmax((self.ndim < 0) | (self.ndim > min(MAX_NDIM, len(self.shape)))))
+            raise TableError(
+                f"tensor {self.name(bad)!r}: rank {int(self.ndim[bad])}; expected 0 to {min(MAX_NDIM, len(self.shape))}",
+                tensor=self.name(bad),
+                got=int(self.ndim[bad]),
+                expected=len(self.shape),
+            )
+        code = self.dtype_code
+        known = (code >= 0) & (code <= MAX_CODE)
+        known &= _BITS[np.where(known, code, 0)] > 0
+        if not known.all():
+            bad = int(np.argmin(known))
+            raise DTypeError(
+                f"tensor {self.name(bad)!r}: unknown dtype code {int(code[bad])}",
+                tensor=self.name(bad),
+                got=int(code[bad]),
+                expected=MAX_CODE,
+            )
+        log_bytes = np.log2(self.bits / 8)
+        for d, dim in enumerate(self.shape):
+            padding = self.ndim < len(self.shape) - d
+            wrong = (dim < 0) | (padding & (dim != 1))
+            if wrong.any():
+                bad = int(np.argmax(wrong))
+                real = d - (len(self.shape) - int(self.ndim[bad]))
+                raise TableError(
+                    f"tensor {self.name(bad)!r} dim {real}: size {int(dim[bad])}; expected 0 or more (padding 1)",
+                    tensor=self.name(bad),
+                    dim=real,
+                    got=int(dim[bad]),
+                    expected=1 if real < 0 else 0,
+                )
+            log_bytes += np.log2(np.maximum(dim, 1))
+        if float(log_bytes.max()) > 61.9:
+            bad = int(np.argmax(log_bytes))
+            raise TableError(
+                f"tensor {self.name(bad)!r}: shape {self.shape_of(bad)} is 2**{log_bytes[bad]:.1f} bytes; "
+                "expected under 2**61.9",
+                tensor=self.name(bad),
+                got=self.shape_of(bad),
+                expected=MAX_TENSOR_BYTES,
+            )
+        packed = self.bits < 8
+        if packed.any():
+            last = self.shape[-1] if self.shape else np.ones(n, np.int64)
+            cut = packed & ((self.ndim == 0) | (last * self.bits % 8 != 0))
+            if cut.any():
+                bad = int(np.argmax(cut))
+                raise DTypeError(
+                    f"tensor {self.name(bad)!r}: rows of {int(last[bad])} {int(self.bits[bad])}-bit elements do not "
+                    "fill whole bytes",
+                    tensor=self.name(bad),
+                    got=self.shape_of(bad),
+                    expected=8 // int(self.bits[bad]),
+                )
+
+    @property
+    def n_dims(self) -> int:
+        """Number of (padded) dim columns."""
+        return len(self.shape)
+
+    @cached_property
+    def bits(self) -> Int64:
+        """int64[T]: bits of an element."""
+        return column(_BITS[self.dtype_code], "bits")
+
+    @cached_property
+    def names_list(self) -> list[str]:
+        """All names, in order."""
+        blob, cuts = self.names_blob, self.name_offsets.tolist()
+        try:
+            return [blob[a:b].decode("utf-8") for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+        except UnicodeDecodeError as error:
+            raise TableError("tensor dictionary: a name is not valid UTF-8") from error
+
+    @cached_property
+    def index_of(self) -> dict[str, int]:
+        """Name to index."""
+        return dict(zip(self.names_list, range(len(self)), strict=True))
+
+    @cached_property
+    def shape_class(self) -> tuple[Int64, Int64]:
+        """Classes of equal (dtype, rank, shape): class of each tensor, first tensor of each class."""
+        return classify([self.dtype_code, self.ndim, *self.shape])
+
+    @cached_property
+    def digest(self) -> bytes:
+        """32 bytes that address the content."""
+        hasher = hashlib.sha256(b"reshard.TensorDict.1\0")
+        hasher.update(self.name_offsets.tobytes())
+        hasher.update(self.names_blob)
+        hasher.update(self.dtype_code.tobytes())
+        _digest_dims(hasher, self.ndim, self.shape)
+        hasher.update(repr(sorted(self.axes.items())).encode())
+        return hasher.digest()
+
+    def name(self, i: int) -> str:
+        """Name of tensor `i`."""
+        a, b = int(self.name_offsets[i]), int(self.name_offsets[i + 1])
+        return self.names_blob[a:b].decode("utf-8", "replace")
+
+    def index(self, name: str) -> int:
+        """Index of a name.
+
+        Raises
+        ------
+        KeyError
+            It is not in the dictionary.
+        """
+        return self.index_of[name]
+
+    def shape_of(self, i: int) -> tuple[int, ...]:
+        """Shape of tensor `i` as published."""
+        return tuple(int(c[i]) for c in self.shape[len(self.shape) - int(self.ndim[i]) :])
+
+    def dtype_label(self, i: int) -> str:
+        """Dtype label of tensor `i`."""
+        return BY_CODE[int(self.dtype_code[i])].label
+
+    def take(self, rows: Int64) -> TensorDict:
+        """A dictionary of some of the tensors, in the order given."""
+        names = self.names_list
+        raw = [names[i].encode() for i in rows.tolist()]
+        offsets = np.zeros(len(raw) + 1, np.int64)
+        np.cumsum([len(r) for r in raw], out=offsets[1:])
+        back = {int(old): new for new, old in enumerate(rows.tolist())}
+        axes = {back[i]: a for i, a in self.axes.items() if i in back}
+        return TensorDict(
+            b"".join(raw), offsets, self.dtype_code[rows], self.ndim[rows], tuple(c[rows] for c in self.shape), axes
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class GeometryDict:
+    """G boxes: half-open, in global elements of whichever tensor a shard names.
+
+    Parameters
+    ----------
+    ndim : int64[G]
+    start, stop : tuple of D int64[G]
+        Left-padded with [0, 1).
+
+    Raises
+    ------
+    TableError
+        A negative start, a stop before its start, a rank over 8.
+    """
+
+    ndim: Int64
+    start: tuple[Int64, ...]
+    stop: tuple[Int64, ...]
+
+    def __post_init__(self) -> None:
+        fix = object.__setattr__
+        fix(self, "ndim", column(self.ndim, "ndim"))
+        fix(self, "start", tuple(column(c, f"start[{d}]") for d, c in enumerate(self.start)))
+        fix(self, "stop", tuple(column(c, f"stop[{d}]") for d, c in enumerate(self.stop)))
+        n, n_dims = len(self.ndim), len(self.start)
+        if len(self.stop) != n_dims or n_dims > MAX_NDIM:
+            raise TableError(
+                f"geometry dictionary: {n_dims} start and {len(self.stop)} stop columns; expected equal and at most 8",
+                got=len(self.stop),
+                expected=n_dims,
+            )
+        for c in (*self.start, *self.stop):
+            if len(c) != n:
+                raise TableError(f"geometry dictionary: a column has {len(c)} rows; expected {n}", got=len(c), expected=n)
+        if n and (int(self.ndim.min()) < 0 or int(self.ndim.max()) > n_dims):
+            raise TableError(
+                f"geometry dictionary: rank {int(self.ndim.max())}; expected 0 to {n_dims}",
+                got=int(self.ndim.max()),
+                expected=n_dims,
+            )
+        for d, (a, b) in enumerate(zip(self.start, self.stop, strict=True)):
+            padding = self.ndim < n_dims - d
+            wrong = (a < 0) | (b < a) | (padding & ((a != 0) | (b != 1)))
+            if wrong.any():
+                bad = int(np.argmax(wrong))
+                real = d - (n_dims - int(self.ndim[bad]))
+                raise TableError(
+                    f"geometry {bad} dim {real}: [{int(a[bad])}, {int(b[bad])}); expected 0 <= start <= stop",
+                    dim=real,
+                    got=(int(a[bad]), int(b[bad])),
+                    expected="0 <= start <= stop",
+                )
+
+    @classmethod
+    def build(cls, boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> GeometryDict:
+        """From (start, stop) pairs."""
+        pairs = list(boxes)
+        for start, stop in pairs:
+            if len(start) != len(stop) or len(start) > MAX_NDIM:
+                raise TableError(
+                    f"box {tuple(start)} to {tuple(stop)}: ranks {len(start)} and {len(stop)}; expected equal, at most 8",
+                    got=len(stop),
+                    expected=len(start),
+                )
+        n_dims = max((len(start) for start, _ in pairs), default=0)
+        return cls(
+            column([len(start) for start, _ in pairs], "ndim"),
+            padded_dims([start for start, _ in pairs], n_dims, 0),
+            padded_dims([stop for _, stop in pairs], n_dims, 1),
+        )
+
+    def __len__(self) -> int:
+        return len(self.ndim)
+
+    @property
+    def n_dims(self) -> int:
+        """Number of (padded) dim columns."""
+        return len(self.start)
+
+    @cached_property
+    def volume(self) -> Int64:
+        """int64[G]: elements of each box (an untrusted box may wrap here; no tensor it fits in can)."""
+        out = np.ones(len(self), np.int64)
+        for a, b in zip(self.start, self.stop, strict=True):
+            out *= b - a
+        return column(out, "volume")
+
+    @cached_property
+    def digest(self) -> bytes:
+        """32 bytes that address the content."""
+        hasher = hashlib.sha256(b"reshard.GeometryDict.1\0")
+        _digest_dims(hasher, self.ndim, self.start)
+        _digest_dims(hasher, self.ndim, self.stop)
+        return hasher.digest()

@@ -1,0 +1,189 @@
+"""What do all holders hold? `ShardTable`: parts side by side, never concatenated.
+
+1. Parts are put in canonical order, by holder name: the order of arrival changes nothing.
+2. Their tensor dictionaries are unified by digest, then by name; a name must mean one dtype and shape everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+
+import numpy as np
+
+from reshard.planner.classify import Int64, column
+from reshard.planner.dictionaries import TensorDict
+from reshard.planner.errors import ConflictError, TableError
+from reshard.planner.shards import Holder, ShardPart
+
+
+class ShardTable:
+    """The shard tables of many holders.
+
+    Parameters
+    ----------
+    parts : iterable of ShardPart
+        One a holder; their order does not matter.
+
+    Raises
+    ------
+    TableError
+        Two parts of one holder.
+    ConflictError
+        A tensor with two dtypes, shapes or stored axes; both holders are named.
+
+    Attributes
+    ----------
+    parts : tuple of ShardPart
+        In order of holder name.
+    tensors : TensorDict
+        All tensors of all parts.
+    id_maps : tuple of (int64 array or None)
+        For each part, tensor id in the part to tensor id in `tensors`; None is the identity.
+    """
+
+    __slots__ = ("__dict__", "id_maps", "parts", "tensors")
+
+    def __init__(self, parts: Iterable[ShardPart]) -> None:
+        self.parts: tuple[ShardPart, ...] = tuple(sorted(parts, key=lambda part: part.holder.name))
+        for a, b in zip(self.parts, self.parts[1:], strict=False):
+            if a.holder.name == b.holder.name:
+                raise TableError(f"holder {a.holder.name!r} has two parts; expected one", where=a.holder.name)
+        self.tensors, self.id_maps = _unify(self.parts)
+
+    @property
+    def holders(self) -> tuple[Holder, ...]:
+        """In order of name."""
+        return tuple(part.holder for part in self.parts)
+
+    @property
+    def n_shards(self) -> int:
+        """Rows of all parts."""
+        return sum(len(part) for part in self.parts)
+
+    @cached_property
+    def by_name(self) -> dict[str, int]:
+        """Holder name to part number."""
+        return {part.holder.name: i for i, part in enumerate(self.parts)}
+
+    def replace(self, changed: Iterable[ShardPart] = (), removed: Iterable[str] = ()) -> ShardTable:
+        """A table with some holders' parts replaced, added or removed."""
+        parts = {part.holder.name: part for part in self.parts}
+        for name in removed:
+            if parts.pop(name, None) is None:
+                raise TableError(f"holder {name!r} is not in the table", where=name)
+        for part in changed:
+            parts[part.holder.name] = part
+        return ShardTable(parts.values())
+
+
+def _unify(parts: tuple[ShardPart, ...]) -> tuple[TensorDict, tuple[Int64 | None, ...]]:
+    """One dictionary for all parts, and each part's map into it."""
+    by_object: dict[int, int] = {}
+    by_digest: dict[bytes, int] = {}
+    distinct: list[TensorDict] = []
+    owner: list[str] = []
+    which: list[int] = []
+    for part in parts:
+        number = by_object.get(id(part.tensors))
+        if number is None:
+            # digests are only needed to tell dictionaries apart that are not one object
+            digest = part.tensors.digest
+            number = by_digest.setdefault(digest, len(distinct))
+            if number == len(distinct):
+                distinct.append(part.tensors)
+                owner.append(part.holder.name)
+            by_object[id(part.tensors)] = number
+        which.append(number)
+    if not distinct:
+        return TensorDict.build([], [], []), ()
+    if len(distinct) == 1:
+        return distinct[0], (None,) * len(parts)
+    union, maps = _merge(distinct, owner)
+    return union, tuple(maps[number] for number in which)
+
+
+def _merge(distinct: list[TensorDict], owner: list[str]) -> tuple[TensorDict, list[Int64 | None]]:
+    index = dict(distinct[0].index_of)
+    n_dims = max(d.n_dims for d in distinct)
+    home: list[np.ndarray] = [np.zeros(len(distinct[0]), np.int64)]  # dictionary that a union tensor came from
+    rows: list[np.ndarray] = [np.arange(len(distinct[0]))]
+    maps: list[Int64 | None] = [None]
+    for number, tensors in enumerate(distinct[1:], 1):
+        n_known = len(index)
+        mapped = column([index.setdefault(name, len(index)) for name in tensors.names_list], "id map")
+        new = np.flatnonzero(mapped >= n_known)
+        home.append(np.full(len(new), number))
+        rows.append(new)
+        maps.append(mapped)
+    all_home, all_rows = np.concatenate(home), np.concatenate(rows)
+
+    def gather(get: str, dim: int = 0) -> Int64:
+        out = np.ones(len(all_home), np.int64)
+        base = 0
+        for tensors, picked in zip(distinct, rows, strict=True):
+            source = getattr(tensors, get)
+            if get == "shape":
+                back = n_dims - dim
+                source = source[-back] if back <= tensors.n_dims else np.ones(len(tensors), np.int64)
+            out[base : base + len(picked)] = source[picked]
+            base += len(picked)
+        return out
+
+    names = list(index)
+    raw = [name.encode() for name in names]
+    offsets = np.zeros(len(raw) + 1, np.int64)
+    np.cumsum([len(r) for r in raw], out=offsets[1:])
+    axes: dict[int, tuple[str, ...]] = {}
+    for tensors, mapped_ids in zip(distinct, maps, strict=True):
+        for i, value in tensors.axes.items():
+            axes.setdefault(int(mapped_ids[i]) if mapped_ids is not None else i, value)
+    union = TensorDict(
+        b"".join(raw),
+        offsets,
+        gather("dtype_code"),
+        gather("ndim"),
+        tuple(gather("shape", d) for d in range(n_dims)),
+        axes,
+    )
+    for tensors, mapped_ids, name in zip(distinct, maps, owner, strict=True):
+        _check_agreement(union, tensors, mapped_ids, name, owner, all_home)
+    return union, maps
+
+
+def _check_agreement(
+    union: TensorDict,
+    tensors: TensorDict,
+    mapped: Int64 | None,
+    name: str,
+    owner: list[str],
+    home: Int64,
+) -> None:
+    ids = np.arange(len(tensors)) if mapped is None else mapped
+    wrong = (union.dtype_code[ids] != tensors.dtype_code) | (union.ndim[ids] != tensors.ndim)
+    for back in range(1, tensors.n_dims + 1):
+        wrong |= union.shape[-back][ids] != tensors.shape[-back]
+    if not wrong.any() and not tensors.axes and not union.axes:
+        return
+    for i, t in enumerate(ids.tolist() if union.axes or tensors.axes else ()):
+        wrong[i] |= tensors.axes.get(i) != union.axes.get(t)
+    if not wrong.any():
+        return
+    bad = int(np.argmax(wrong))
+    t = int(ids[bad])
+    other = owner[int(home[t])]
+    got = (tensors.dtype_label(bad), tensors.shape_of(bad), tensors.axes.get(bad))
+    expected = (union.dtype_label(t), union.shape_of(t), union.axes.get(t))
+    dim = -1
+    if len(got[1]) == len(expected[1]):
+        dim = next((d for d, (x, y) in enumerate(zip(got[1], expected[1], strict=True)) if x != y), -1)
+    raise ConflictError(
+        f"tensor {union.name(t)!r}: holder {name!r} says {got[0]} {got[1]} axes {got[2]}, "
+        f"holder {other!r} says {expected[0]} {expected[1]} axes {expected[2]}",
+        holders=(other, name),
+        tensor=union.name(t),
+        dim=dim,
+        got=got,
+        expected=expected,
+        where=name,
+    )
