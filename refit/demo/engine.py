@@ -13,7 +13,7 @@ the model has `load_weights`, and a rank of a tensor-parallel group is just its 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -23,7 +23,7 @@ from reshard.refit.demo.settings import DemoError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["VOCABULARY_PADDING", "ModelShape", "ReferenceModel", "TensorParallel"]
+__all__ = ["VOCABULARY_PADDING", "ModelShape", "ReferenceModel", "TensorParallel", "bits_differ"]
 
 VOCABULARY_PADDING: Final = 64
 """The vocabulary is padded to a multiple of this many rows before it is split."""
@@ -101,6 +101,7 @@ class ReferenceModel:
     def __init__(self, shape: ModelShape, parallel: TensorParallel, dtype: torch.dtype) -> None:
         self.shape = shape
         self.parallel = parallel
+        self.dtype = dtype
         self._make = _Maker(parallel, dtype)
         self._parameters: dict[str, torch.nn.Parameter] = {}
         self._stacked: dict[str, tuple[str, str]] = {}
@@ -316,12 +317,16 @@ def _required(shard: str | None) -> str:
 
 
 def bits_differ(left: torch.Tensor, right: torch.Tensor) -> int:
-    """Return how many elements of two tensors of one shape and dtype differ in any bit."""
+    """Return how many elements of two tensors differ in any bit (so NaN equals the same NaN, and 0.0 differs from -0.0).
+
+    Raises
+    ------
+    DemoError
+        If their shapes or dtypes differ.
+    """
     torch = require("torch", extra="torch")
     if left.shape != right.shape or left.dtype != right.dtype:
         raise DemoError(f"compare: got {left.dtype}{tuple(left.shape)}, expected {right.dtype}{tuple(right.shape)}")
-    as_bytes: Callable[[torch.Tensor], torch.Tensor] = lambda t: t.detach().contiguous().view(torch.uint8)  # noqa: E731
-    different = (as_bytes(left) != as_bytes(right)).view(*left.shape, left.element_size()) if left.dim() else None
-    if different is None:
-        return int(not torch.equal(as_bytes(left.reshape(1)), as_bytes(right.reshape(1))))
-    return int(different.any(-1).sum())
+    width = left.element_size()
+    as_bytes = [t.detach().contiguous().reshape(-1).view(torch.uint8).view(-1, width) for t in (left, right)]
+    return int((as_bytes[0] != as_bytes[1]).any(1).sum())

@@ -110,22 +110,11 @@ def serving_dtype(name: str) -> torch.dtype:
 def model_from_tensors(config: PretrainedConfig, tensors: Mapping[str, torch.Tensor]) -> PreTrainedModel:
     """Return a model that holds full tensors (module names) in their own dtypes."""
     torch = require("torch", extra="torch")
-    transformers = require("transformers", extra="demo")
-    with torch.device("meta"):
-        model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    rotary = build_rotary(config)
+    with torch.random.fork_rng():
+        model = build_model(config)
     model.load_state_dict(dict(tensors), strict=not config.tie_word_embeddings, assign=True)
     model.tie_weights()
-    model.get_decoder().rotary_emb = rotary
     return model
-
-
-def build_rotary(config: PretrainedConfig) -> torch.nn.Module:
-    """Return the model's rotary embedding: its frequencies are computed, never saved."""
-    transformers = require("transformers", extra="demo")
-    small = type(config)(**{**config.to_dict(), "num_hidden_layers": 0, "vocab_size": 8, "layer_types": []})
-    module: torch.nn.Module = transformers.AutoModel.from_config(small).rotary_emb
-    return module
 
 
 def save_checkpoint(config: PretrainedConfig, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
