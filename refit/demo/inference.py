@@ -85,7 +85,7 @@ def run_inference(
     )
     try:
         inference = _Inference(engine, receiver, timeout_s)
-        channel.send({"event": "ready"})
+        channel.send({"answer": {"transport": wire.name}})
         serve_commands(channel, {"refit": inference.refit, "check": inference.check, "digest": inference.digest})
     finally:
         receiver.close()
@@ -200,5 +200,5 @@ def run_judge(channel: Channel, *, model: str, layers: int) -> None:
         full = unshard(models.model_shape(config), [load_file(str(dump)) for dump in dumps])
         return {"tokens": [list(answer) for answer in models.greedy_tokens(config, full)]}
 
-    channel.send({"event": "ready"})
+    channel.send({"answer": {}})
     serve_commands(channel, {"tokens": tokens})

@@ -101,6 +101,8 @@ class Supervisor:
         Deadline of the nursery's imports and of each start, in seconds.
     environment
         Environment variables to set in the nursery and so in all children.
+    grace_s
+        Once a child has failed, how long the others may still take to answer, in seconds.
 
     Notes
     -----
@@ -111,6 +113,7 @@ class Supervisor:
     log_folder: Path
     timeout_s: float = 120.0
     environment: Mapping[str, str] = field(default_factory=dict)
+    grace_s: float = 15.0
     children: dict[str, Child] = field(default_factory=dict)
     _control: Channel = field(init=False)
     _nursery: subprocess.Popen[bytes] = field(init=False)
@@ -180,7 +183,6 @@ class Supervisor:
         *,
         timeout_s: float,
         on_event: Callable[[str, Message], None] | None = None,
-        grace_s: float = 5.0,
     ) -> dict[str, Message]:
         """Send a command to each child and return what each answered, by name.
 
@@ -194,8 +196,6 @@ class Supervisor:
             Seconds until all must have answered.
         on_event
             Called with (name, message) for each message that is not an answer.
-        grace_s
-            Once a child has failed, how long the others may still take.
 
         Raises
         ------
@@ -203,18 +203,28 @@ class Supervisor:
             If a child answered with an error, died, or did not answer in time, or if any other child of this supervisor
             died meanwhile.
         """
-        answers: dict[str, Message] = {}
-        failures: dict[str, str] = {}
         for child in children:
             message = command if isinstance(command.get("do"), str) else command[child.name]
             with contextlib.suppress(ChannelClosed):
                 child.channel.send(_message(message))
+        return self.wait(children, timeout_s=timeout_s, on_event=on_event)
+
+    def wait(
+        self,
+        children: Sequence[Child],
+        *,
+        timeout_s: float,
+        on_event: Callable[[str, Message], None] | None = None,
+    ) -> dict[str, Message]:
+        """Wait for one answer of each child, as `ask` does: a process answers once of itself, when it is ready."""
+        answers: dict[str, Message] = {}
+        failures: dict[str, str] = {}
         asked = {child.name for child in children}
         deadline = time.monotonic() + timeout_s
         while waiting := {name for name in asked if name not in answers and name not in failures}:
             if time.monotonic() >= deadline:
                 for name in waiting:
-                    failures[name] = "did not answer in time"
+                    failures[name] = "did not answer in time" if not failures else "did not answer after the others failed"
                 break
             n_failures = len(failures)
             for name, message in self._receive(deadline):
@@ -228,7 +238,7 @@ class Supervisor:
                 if child.exit_status is not None and child.name not in answers and child.name not in failures:
                     failures[child.name] = self._obituary(child)
             if len(failures) > n_failures == 0:
-                deadline = min(deadline, time.monotonic() + grace_s)
+                deadline = min(deadline, time.monotonic() + self.grace_s)
         if failures:
             raise ChildrenFailed(failures, answers)
         return answers

@@ -88,7 +88,7 @@ def run_trainer(
     )
     try:
         trainer = _Trainer(settings, rank, publisher, epoch=service.open_epoch(MODEL_NAME, run_id=store))
-        channel.send({"event": "ready"})
+        channel.send({"answer": {"transport": wire.name}})
         serve_commands(channel, {"publish": trainer.publish, "train": trainer.train, "save": trainer.save})
     finally:
         publisher.close()

@@ -1,0 +1,160 @@
+"""The command line: `reshard demo | serve | ps | doctor | version`.
+
+Each command imports what it needs when it runs. The commands are defined inside `_application`, because `typer` belongs to an
+extra and this module imports without it.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reshard.planner.errors import ReshardError, require
+
+if TYPE_CHECKING:
+    import typer
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line; an error of ours is printed without a trace, and the exit status is 1."""
+    try:
+        _application()()
+    except ReshardError as error:
+        sys.exit(f"reshard: {type(error).__name__}: {error}")
+
+
+def _application() -> typer.Typer:
+    typer = require("typer", extra="cli")
+    app: typer.Typer = typer.Typer(
+        name="reshard",
+        help="Move a model's weights from the ranks that train it into the ranks that serve it.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+
+    @app.command()
+    def demo(
+        transport: str = typer.Option("auto", help="nixl, ucx, memory; auto takes NIXL where it works, else shared memory."),
+        trainers: int = typer.Option(4, help="FSDP2 trainer processes."),
+        tp: int = typer.Option(2, help="Tensor-parallel inference processes."),
+        layers: int = typer.Option(4, help="Decoder layers."),
+        model: str = typer.Option("moe", help="moe (Qwen3-MoE, 6 experts) or dense (Qwen3, tied embeddings)."),
+        keep: Path | None = typer.Option(None, help="Leave checkpoints, parameters and logs in this folder."),  # noqa: B008
+        json_file: Path | None = typer.Option(None, "--json", help="Write the report to this file as JSON."),  # noqa: B008
+        timeout: float = typer.Option(300.0, help="Deadline of the whole run, in seconds."),
+    ) -> None:
+        """Refit a small real model from FSDP2 trainers into tensor-parallel ranks, twice, and compare every byte."""
+        _demo(
+            transport=transport,
+            trainers=trainers,
+            tensor_parallel=tp,
+            layers=layers,
+            model=model,
+            keep=keep,
+            json_file=json_file,
+            timeout_s=timeout,
+        )
+
+    @app.command()
+    def serve(
+        listen: str = typer.Option("127.0.0.1:7077", help="host:port; port 0 takes a free one."),
+        metrics: str = typer.Option("", help="host:port of the Prometheus page; empty: none."),
+    ) -> None:
+        """Serve the rendezvous until interrupted."""
+        _serve(listen, metrics)
+
+    @app.command()
+    def ps(
+        address: str = typer.Argument(help="host:port of the rendezvous."),
+        as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+        timeout: float = typer.Option(5.0, help="Seconds to wait for the service."),
+    ) -> None:
+        """Show the workers, versions and groups of a rendezvous."""
+        _ps(address, as_json=as_json, timeout_s=timeout)
+
+    @app.command()
+    def doctor() -> None:
+        """Say which transports work on this machine, and why the others do not."""
+        _doctor()
+
+    @app.command()
+    def version() -> None:
+        """Print the version."""
+        import reshard
+
+        print(reshard.__version__)
+
+    return app
+
+
+def _demo(
+    *,
+    transport: str,
+    trainers: int,
+    tensor_parallel: int,
+    layers: int,
+    model: str,
+    keep: Path | None,
+    json_file: Path | None,
+    timeout_s: float,
+) -> None:
+    require("torch", extra="torch", look_only=True)
+    require("rich", extra="viz")
+    from rich.console import Console
+
+    from reshard.refit.demo.report import as_json, print_report, progress_bar
+    from reshard.refit.demo.run import run_demo
+    from reshard.refit.demo.settings import DemoSettings
+
+    settings = DemoSettings(
+        transport=transport,
+        trainers=trainers,
+        tensor_parallel=tensor_parallel,
+        layers=layers,
+        model=model,
+        keep=keep,
+        timeout_s=timeout_s,
+    )
+    console = Console()
+    with progress_bar(console) as progress:
+        report = run_demo(settings, progress)
+    print_report(report, console)
+    if json_file is not None:
+        json_file.write_text(json.dumps(as_json(report), indent=2) + "\n")
+
+
+def _serve(listen: str, metrics: str) -> None:
+    from reshard.rendezvous.service import serve
+
+    server = serve(listen)
+    print(f"serving the rendezvous on {server.address}", flush=True)
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    try:
+        ended.wait()
+    finally:
+        server.close(grace_s=2.0)
+
+
+def _ps(address: str, *, as_json: bool, timeout_s: float) -> None:
+    from reshard.rendezvous import Rendezvous
+
+    client = Rendezvous.connect(address)
+    try:
+        print(client.describe(timeout_s=timeout_s))
+    finally:
+        client.close()
+
+
+def _doctor() -> None:
+    from reshard.transports.doctor import report
+
+    print(report())

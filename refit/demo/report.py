@@ -1,0 +1,152 @@
+"""How is the outcome of the demo shown: a progress bar and tables for people, one JSON object for programs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+from reshard.planner.errors import require
+from reshard.refit.demo.channel import JsonValue, Message
+from reshard.refit.demo.run import DemoReport, Progress
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+__all__ = ["as_json", "print_report", "progress_bar"]
+
+COLUMNS_A_TABLE: Final = 4
+
+
+@contextlib.contextmanager
+def progress_bar(console: Console) -> Iterator[Progress]:
+    """Show a progress bar while the block runs; yield the function that moves it."""
+    require("rich", extra="viz")
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (BarColumn(30), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Bar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=1)
+
+        def show(what: str, n_done: int, n_steps: int) -> None:
+            bar.update(task, description=what, completed=n_done, total=n_steps)
+            if not console.is_terminal and what != shown[0]:
+                console.print(what)
+            shown[0] = what
+
+        shown = [""]
+        yield show
+
+
+def as_json(report: DemoReport) -> Message:
+    """Return the report as JSON values."""
+    settings = report.settings
+    refits: list[JsonValue] = [
+        {
+            "step": refit.step,
+            "loss": refit.loss,
+            "publish_s": refit.publish_s,
+            "refit_s": refit.refit_s,
+            "n_elems_compared": refit.n_elems_compared,
+            "tokens": refit.tokens,
+            "ranks": dict(refit.ranks),
+        }
+        for refit in report.refits
+    ]
+    return {
+        "schema": "reshard-demo-v1",
+        "model": settings.model,
+        "layers": settings.layers,
+        "trainers": settings.trainers,
+        "tensor_parallel": settings.tensor_parallel,
+        "transport": report.transport,
+        "published": dict(report.trainers),
+        "refits": refits,
+        "seconds": dict(report.seconds),
+    }
+
+
+def print_report(report: DemoReport, console: Console) -> None:
+    """Print what moved, what it took, and what was proved."""
+    console.print(_moved(report))
+    columns = [(refit, name) for name in report.settings.inference_names for refit in range(len(report.refits))]
+    for first in range(0, len(columns), COLUMNS_A_TABLE):
+        console.print(_stages(report, columns[first : first + COLUMNS_A_TABLE]))
+    for refit in report.refits:
+        loss = f" (trainer's loss in the step before: {refit.loss:.4f})" if refit.loss is not None else ""
+        console.print(
+            f"step {refit.step}: {refit.n_elems_compared:,} elements equal, bit for bit, what the loader makes of the checkpoint; "
+            f"greedy tokens equal the trainer's{loss}"
+        )
+    phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in report.seconds.items())
+    console.print(f"[dim]{phases}[/dim]")
+
+
+def _kind(index: int) -> str:
+    return "warm" if index else "cold"
+
+
+def _moved(report: DemoReport) -> Table:
+    from rich.table import Table
+
+    settings = report.settings
+    title = (
+        f"Qwen3 {settings.model}, {settings.layers} layers: {settings.trainers} FSDP2 trainers -> "
+        f"{settings.tensor_parallel} tensor-parallel ranks over {report.transport}"
+    )
+    table = Table(title=title, title_justify="left")
+    for heading in ("rank", "refit", "useful", "on the wire", "descriptors", "GB/s", "seconds", "verified", "certificate"):
+        table.add_column(heading, justify="left" if heading in ("rank", "refit", "certificate") else "right")
+    for name in settings.inference_names:
+        for index, refit in enumerate(report.refits):
+            rank = refit.ranks[name]
+            table.add_row(
+                name,
+                _kind(index),
+                _megabytes(rank["useful_bytes"]),
+                _megabytes(rank["wire_bytes"]),
+                f"{_number(rank['n_descriptors']):,.0f}",
+                f"{_number(rank['gbps']):.2f}",
+                f"{_number(rank['total_s']):.3f}",
+                _megabytes(rank["verified_bytes"]),
+                _certificate(rank),
+            )
+    return table
+
+
+def _certificate(rank: Message) -> str:
+    certificate = rank["certificate"]
+    if not isinstance(certificate, dict):
+        raise TypeError(f"certificate: got {certificate!r}, expected an object")
+    text = f"{_megabytes(certificate['written_bytes'])} written once"
+    if filled := _number(certificate["filled_bytes"]):
+        text += f", {filled:,.0f} B filled"
+    return f"{text}, {_number(certificate['unwritten_bytes']):,.0f} B missing"
+
+
+def _stages(report: DemoReport, columns: list[tuple[int, str]]) -> Table:
+    from rich.table import Table
+
+    table = Table(title="milliseconds a stage", title_justify="left")
+    table.add_column("stage")
+    of_column: list[dict[str, JsonValue]] = []
+    for index, name in columns:
+        table.add_column(f"{name} {_kind(index)}", justify="right")
+        stages = report.refits[index].ranks[name]["stages"]
+        of_column.append(stages if isinstance(stages, dict) else {})
+    names = list(dict.fromkeys(stage for stages in of_column for stage in stages))
+    for stage in names:
+        table.add_row(stage, *(f"{1e3 * _number(s[stage]):.1f}" if stage in s else "-" for s in of_column))
+    return table
+
+
+def _number(value: JsonValue) -> float:
+    if not isinstance(value, int | float):
+        raise TypeError(f"got {value!r}, expected a number")
+    return float(value)
+
+
+def _megabytes(value: JsonValue) -> str:
+    return f"{_number(value) / 1e6:,.2f} MB"

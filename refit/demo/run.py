@@ -1,0 +1,243 @@
+"""The demo from start to end: what `reshard demo` does.
+
+1. Start the nursery, the rendezvous service, the trainers, the inference ranks and the judge.
+2. Twice: publish, refit, save a checkpoint from gathered tensors, compare every inference parameter with what the same loader
+   makes of that checkpoint, put the ranks back together and compare greedy tokens. In between, one optimizer step.
+3. Return the report; anything that differs is a `DemoError` that says what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from reshard.refit.demo.channel import JsonValue, Message
+from reshard.refit.demo.settings import DemoError, DemoSettings
+from reshard.refit.demo.supervisor import Child, Supervisor
+
+__all__ = ["STEPS", "DemoReport", "Progress", "RefitOfRanks", "run_demo"]
+
+PRELOAD: Final = (
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "safetensors.torch",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+)
+ENVIRONMENT: Final = {
+    "OMP_NUM_THREADS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+}
+STEPS: Final = (0, 1)
+"""Training steps that are published: the first refit is cold, the second one warm."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what happens now, steps done, steps in all)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefitOfRanks:
+    """One refit of the whole group.
+
+    Parameters
+    ----------
+    step
+        The training step refitted to.
+    loss
+        The trainers' mean loss in the optimizer step before it; None before the first.
+    publish_s
+        Seconds of the slowest publisher.
+    refit_s
+        Seconds from asking the ranks until all had installed.
+    ranks
+        Each rank's report, by name.
+    n_elems_compared
+        Elements compared bit for bit, over all ranks.
+    tokens
+        Greedy tokens of the refitted weights, one list a prompt (equal to the trainer's).
+    """
+
+    step: int
+    loss: float | None
+    publish_s: float
+    refit_s: float
+    ranks: dict[str, Message]
+    n_elems_compared: int
+    tokens: JsonValue
+
+
+@dataclass(slots=True)
+class DemoReport:
+    """What a run of the demo found.
+
+    Parameters
+    ----------
+    settings
+        The options.
+    transport
+        Name of the transport that moved the bytes.
+    trainers
+        What each trainer published at first, by name: boxes, tensors of experts of layer 0.
+    refits
+        The refits, in order.
+    seconds
+        Seconds by phase of the run.
+    """
+
+    settings: DemoSettings
+    transport: str = ""
+    trainers: dict[str, Message] = field(default_factory=dict)
+    refits: list[RefitOfRanks] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the seconds of a block to a phase."""
+        started = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
+
+
+def run_demo(settings: DemoSettings, progress: Progress) -> DemoReport:
+    """Run the demo.
+
+    Parameters
+    ----------
+    settings
+        The options.
+    progress
+        Told of each step as it begins.
+
+    Raises
+    ------
+    DemoError
+        If a process failed, or if any byte or token differs.
+    """
+    with settings.work_folder() as folder:
+        return _Run(settings, folder, progress).run()
+
+
+class _Run:
+    """The processes of one run and the steps made with them."""
+
+    def __init__(self, settings: DemoSettings, folder: Path, progress: Progress) -> None:
+        self.settings = settings
+        self.folder = folder
+        self.progress = progress
+        self.report = DemoReport(settings)
+        self.deadline = time.monotonic() + settings.timeout_s
+        self.n_steps = 3 + 5 * len(STEPS) + len(STEPS) - 1
+        self.n_done = 0
+
+    def run(self) -> DemoReport:
+        with contextlib.ExitStack() as stack:
+            with self._step("import", "importing torch and transformers, once for all processes"):
+                self.supervisor = stack.enter_context(
+                    Supervisor(PRELOAD, self.folder, timeout_s=self._left_s(), environment=ENVIRONMENT)
+                )
+            with self._step("start", "starting the rendezvous service"):
+                address = self._start_rendezvous()
+            names = f"{self.settings.trainers} FSDP2 trainers, {self.settings.tensor_parallel} inference ranks"
+            with self._step("start", f"starting {names}"):
+                self._start_ranks(address)
+            for step in STEPS:
+                loss = self._train(step) if step else None
+                self.report.refits.append(self._refit(step, loss))
+        return self.report
+
+    def _left_s(self) -> float:
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise DemoError(f"the demo did not end within {self.settings.timeout_s:g} s")
+        return left
+
+    @contextlib.contextmanager
+    def _step(self, phase: str, what: str) -> Iterator[None]:
+        self.what = what
+        self.progress(what, self.n_done, self.n_steps)
+        with self.report.timed(phase):
+            yield
+        self.n_done += 1
+        self.progress(what, self.n_done, self.n_steps)
+
+    def _on_event(self, name: str, message: Message) -> None:
+        if "stage" in message:
+            self.progress(f"{self.what}: {name} {message['stage']}", self.n_done, self.n_steps)
+
+    def _start_rendezvous(self) -> str:
+        service = self.supervisor.start("rendezvous", "reshard.refit.demo.coordinator:run_rendezvous", {})
+        return str(self.supervisor.wait([service], timeout_s=self._left_s())["rendezvous"]["address"])
+
+    def _start_ranks(self, address: str) -> None:
+        settings = self.settings
+        model: Message = {"model": settings.model, "layers": settings.layers}
+        common: Message = {"transport": settings.transport, "rendezvous": address, "timeout_s": settings.timeout_s}
+        store = str(self.folder / f"gloo-{time.time_ns()}")
+        self.trainers: list[Child] = [
+            self.supervisor.start(
+                name,
+                "reshard.refit.demo.trainer:run_trainer",
+                {**model, **common, "rank": rank, "trainers": settings.trainers, "store": store},
+            )
+            for rank, name in enumerate(settings.trainer_names)
+        ]
+        self.inference: list[Child] = [
+            self.supervisor.start(
+                name,
+                "reshard.refit.demo.inference:run_inference",
+                {**model, **common, "rank": rank, "tensor_parallel": settings.tensor_parallel},
+            )
+            for rank, name in enumerate(settings.inference_names)
+        ]
+        self.judge = self.supervisor.start("judge", "reshard.refit.demo.inference:run_judge", model)
+        ready = self.supervisor.wait([*self.trainers, *self.inference, self.judge], timeout_s=self._left_s())
+        transports = {str(ready[child.name]["transport"]) for child in (*self.trainers, *self.inference)}
+        if len(transports) != 1:
+            raise DemoError(f"--transport {settings.transport}: the processes chose {', '.join(sorted(transports))}")
+        self.report.transport = transports.pop()
+
+    def _train(self, step: int) -> float:
+        with self._step("train", "one AdamW step of the trainer"):
+            answers = self._ask(self.trainers, {"do": "train", "step": step})
+        losses = [answer["loss"] for answer in answers.values()]
+        return sum(loss for loss in losses if isinstance(loss, float)) / len(losses)
+
+    def _refit(self, step: int, loss: float | None) -> RefitOfRanks:
+        kind = "warm" if self.report.refits else "cold"
+        folder = self.folder / f"checkpoint-{step}"
+        dumps = {child.name: self.folder / f"{child.name}-step-{step}.safetensors" for child in self.inference}
+        started = time.perf_counter()
+        with self._step("publish", f"step {step}: publishing"):
+            published = self._ask(self.trainers, {"do": "publish", "step": step})
+        publish_s = time.perf_counter() - started
+        self.report.trainers = self.report.trainers or published
+        started = time.perf_counter()
+        with self._step(f"refit {kind}", f"step {step}: {kind} refit"):
+            ranks = self._ask(self.inference, {"do": "refit", "step": step})
+        refit_s = time.perf_counter() - started
+        with self._step("check", f"step {step}: saving a checkpoint of the gathered tensors"):
+            saved = self._ask(self.trainers, {"do": "save", "folder": str(folder)})
+        with self._step("check", f"step {step}: comparing every parameter with what the loader makes of it"):
+            commands: dict[str, Message] = {
+                name: {"do": "check", "folder": str(folder), "dump": str(dump)} for name, dump in dumps.items()
+            }
+            checked = self._ask(self.inference, commands)
+        with self._step("check", f"step {step}: putting the ranks together and comparing greedy tokens"):
+            paths: list[JsonValue] = [str(dump) for dump in dumps.values()]
+            refitted = self._ask([self.judge], {"do": "tokens", "dumps": paths})["judge"]["tokens"]
+        trained = saved[self.trainers[0].name]["tokens"]
+        if refitted != trained:
+            raise DemoError(f"step {step}: greedy tokens: got {refitted} of the refitted weights, expected {trained}")
+        n_elems = sum(int(str(answer["n_elems"])) for answer in checked.values())
+        return RefitOfRanks(step, loss, publish_s, refit_s, ranks, n_elems, refitted)
+
+    def _ask(self, children: list[Child], command: Message | dict[str, Message]) -> dict[str, Message]:
+        return self.supervisor.ask(children, command, timeout_s=self._left_s(), on_event=self._on_event)
