@@ -31,6 +31,7 @@ $(VENV)/.demo: pyproject.toml | $(VENV)/.torch
 
 $(VENV)/.test: pyproject.toml | $(VENV)/.demo
 	$(PIP) -e '.[demo,ucx,redis,metrics,test]'
+	-$(PIP) --no-deps modelexpress==0.7.0  # its own functions check our reading and writing of its blobs; absent, those tests skip
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/.test
