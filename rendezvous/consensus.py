@@ -34,6 +34,7 @@ from reshard.rendezvous.canonical import (
     contract_digest,
     decode_record,
 )
+from reshard.rendezvous.checked_record import CheckedRecord
 from reshard.rendezvous.contracts import MAX_SEQUENCE, MAX_WORLD_SIZE
 from reshard.rendezvous.errors import (
     ContractError,
@@ -42,7 +43,6 @@ from reshard.rendezvous.errors import (
     RendezvousUnavailableError,
 )
 from reshard.rendezvous.frames import decode_frame, encode_frame
-from reshard.rendezvous.record import Record
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,7 +61,7 @@ DEFAULT_TIMEOUT_S = 60.0
 _ANNOUNCEMENT_BYTES = 256
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
-R = TypeVar("R", bound=Record)
+R = TypeVar("R", bound=CheckedRecord)
 
 
 @overload
@@ -73,17 +73,17 @@ def all_gather_records(
     record: Plain, *, max_bytes: int = ..., group: ProcessGroup | None = ..., timeout_s: float = ...
 ) -> tuple[Plain, ...]: ...
 def all_gather_records(
-    record: Record | Plain,
+    record: CheckedRecord | Plain,
     *,
     max_bytes: int = MAX_RECORD_BYTES,
     group: ProcessGroup | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
-) -> tuple[Record, ...] | tuple[Plain, ...]:
+) -> tuple[CheckedRecord, ...] | tuple[Plain, ...]:
     """Return every rank's record, in rank order.
 
     Parameters
     ----------
-    record : Record or plain value
+    record : CheckedRecord or plain value
         This rank's. Records come back as records of the same class, which all ranks must share, checked
         anew here.
     max_bytes : int
@@ -109,7 +109,7 @@ def all_gather_records(
     """
     payload = canonical_record(record, check_max_bytes(max_bytes))
     talk = _Talk("all_gather_records", group, timeout_s)
-    kind = type(record).__name__ if isinstance(record, Record) else "plain"
+    kind = type(record).__name__ if isinstance(record, CheckedRecord) else "plain"
     said = talk.announce({"kind": kind, "max_bytes": max_bytes, "n_bytes": len(payload)})
     talk.require_same("kind", said, kind)
     talk.require_same("max_bytes", said, max_bytes)
@@ -125,7 +125,7 @@ def all_gather_records(
     records = tuple(
         _decoded("all_gather_records", rank, data, max_bytes) for rank, data in enumerate(payloads)
     )
-    if isinstance(record, Record):
+    if isinstance(record, CheckedRecord):
         return tuple(type(record).from_plain(plain) for plain in records)
     return records
 
@@ -162,7 +162,7 @@ def require_consensus_digest(
 
 
 def require_record_consensus(
-    record: Record | Plain,
+    record: CheckedRecord | Plain,
     *,
     max_bytes: int = MAX_RECORD_BYTES,
     group: ProcessGroup | None = None,
@@ -172,7 +172,7 @@ def require_record_consensus(
 
     Parameters
     ----------
-    record : Record or plain value
+    record : CheckedRecord or plain value
         This rank's.
     max_bytes, group, timeout_s
         As `all_gather_records`.

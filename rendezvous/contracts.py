@@ -9,7 +9,8 @@ Each record is frozen, is checked when it is made, and refuses with a `ContractE
 5. `StageMessage`: what one rank says about one stage.
 
 `validate_inventory_consensus` judges a run's inventories together. Records travel as canonical JSON
-(`reshard.rendezvous.canonical`); `Record.from_plain` makes them of what was decoded, with the same checks.
+(`reshard.rendezvous.canonical`); `CheckedRecord.from_plain` makes them of what was decoded, with the same
+checks.
 
 Integers are `int` itself: a boolean, or any other subclass, is not one.
 """
@@ -26,8 +27,8 @@ from typing import ClassVar, Literal
 
 from reshard.planner.dtypes import dtype as planner_dtype
 from reshard.planner.errors import DTypeError
+from reshard.rendezvous.checked_record import CheckedRecord, shown
 from reshard.rendezvous.errors import ContractError, ContractTypeError
-from reshard.rendezvous.record import Record, shown
 from reshard.rendezvous.stages import Stage
 
 __all__ = [
@@ -87,7 +88,7 @@ _STYLE_DIM: Mapping[PlacementStyle, int | None] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunIdentity(Record):
+class RunIdentity(CheckedRecord):
     """Which run this is.
 
     Attributes
@@ -122,7 +123,7 @@ class RunIdentity(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankInventory(Record):
+class RankInventory(CheckedRecord):
     """What one rank is.
 
     Attributes
@@ -168,7 +169,7 @@ class RankInventory(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TopologyPlan(Record):
+class TopologyPlan(CheckedRecord):
     """Who meets where, over what.
 
     Attributes
@@ -220,7 +221,7 @@ def _is_port(text: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogicalPlacement(Record):
+class LogicalPlacement(CheckedRecord):
     """How one matrix is dealt to all ranks in equal shards.
 
     Attributes
@@ -302,7 +303,7 @@ class LogicalPlacement(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageMessage(Record):
+class StageMessage(CheckedRecord):
     """What one rank says about one stage.
 
     Attributes

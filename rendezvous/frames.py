@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.planner.errors import require
-from reshard.rendezvous.canonical import check_max_bytes
+from reshard.rendezvous.canonical import MAX_RECORD_BYTES
 from reshard.rendezvous.errors import ContractError, ContractTypeError
 
 if TYPE_CHECKING:
@@ -40,7 +40,10 @@ def encode_frame(payload: bytes, capacity: int) -> torch.Tensor:
     ContractError
         `payload` is not bytes or too long, `capacity` is out of its range.
     """
-    check_max_bytes(capacity)
+    if type(capacity) is not int:
+        raise ContractTypeError("frame", "capacity", type(capacity).__name__, "int")
+    if not 1 <= capacity <= MAX_RECORD_BYTES:
+        raise ContractError("frame", "capacity", str(capacity), f"an integer in [1, {MAX_RECORD_BYTES}]")
     if type(payload) is not bytes:
         raise ContractTypeError("frame", "payload", type(payload).__name__, "bytes")
     if len(payload) > capacity:

@@ -1,7 +1,7 @@
 """A frozen record whose fields are checked when it is made, and again when it comes from the wire.
 
 Types are exact: a boolean is not an integer, and neither is any other subclass of `int`. Each refusal is a
-`ContractError` that names the record's class and the field. `Record.from_plain` makes a record of what
+`ContractError` that names the record's class and the field. `CheckedRecord.from_plain` makes a record of what
 `decode_record` returned.
 """
 
@@ -18,7 +18,7 @@ from reshard.rendezvous.errors import ContractError, ContractTypeError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["Record", "shown"]
+__all__ = ["CheckedRecord", "shown"]
 
 _HEX = re.compile(r"[0-9a-f]*")
 
@@ -31,7 +31,7 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-class Record:
+class CheckedRecord:
     """Base of the consensus records: frozen keyword-only dataclasses, checked in ``__post_init__``."""
 
     __slots__ = ()
@@ -52,7 +52,7 @@ class Record:
 
         Returns
         -------
-        Record
+        CheckedRecord
             An instance of this class.
 
         Raises
