@@ -324,9 +324,7 @@ def _read_qkv(m: Model, reads: Reads, index: int, spec: Spec, tp: int, lane: int
     reads.add(index, (start, 0), (rows, m.hidden), buffer, first * m.hidden, m.hidden)
 
 
-def _read_expert(
-    m: Model, reads: Reads, index: int, spec: Spec, tp: int, lane: int, ep: int, rank: int
-) -> None:
+def _read_expert(m: Model, reads: Reads, index: int, spec: Spec, tp: int, lane: int, ep: int, rank: int) -> None:
     n_local = m.experts // ep
     local = spec.expert - rank % ep * n_local
     if not 0 <= local < n_local:
@@ -389,8 +387,6 @@ def read_table(reads: Reads) -> ReadTable:
     for spec, start, count, buffer, offset, stride in reads.rows:
         tensor = reads.specs[spec]
         requests.append(
-            ReadRequest(
-                tensor.name, tensor.shape, DTYPE, start, (1,) * len(start), count, buffer, offset, stride
-            )
+            ReadRequest(tensor.name, tensor.shape, DTYPE, start, (1,) * len(start), count, buffer, offset, stride)
         )
     return ReadTable.build(buffers, requests)

@@ -58,9 +58,7 @@ _FLOAT8 = {
     "float8_e4m3fn": _Float8(mantissa_bits=3, bias=7, top=0x7E, overflow=0x7E, nan=0x7F, signed_zero=True),
     "float8_e5m2": _Float8(mantissa_bits=2, bias=15, top=0x7B, overflow=0x7C, nan=0x7F, signed_zero=True),
     "float8_e4m3fnuz": _Float8(mantissa_bits=3, bias=8, top=0x7F, overflow=0x80, nan=0x80, signed_zero=False),
-    "float8_e5m2fnuz": _Float8(
-        mantissa_bits=2, bias=16, top=0x7F, overflow=0x80, nan=0x80, signed_zero=False
-    ),
+    "float8_e5m2fnuz": _Float8(mantissa_bits=2, bias=16, top=0x7F, overflow=0x80, nan=0x80, signed_zero=False),
 }
 
 _PIECE_ELEMS = 1 << 15
@@ -180,9 +178,7 @@ def cast_bytes(src: str, dst: str, raw: npt.NDArray[np.uint8]) -> npt.NDArray[np
     """
     stored = storage_dtype(src)
     if raw.size % stored.itemsize:
-        raise DTypeError(
-            f"{raw.size} bytes are not a whole number of '{src}' elements of {stored.itemsize} bytes"
-        )
+        raise DTypeError(f"{raw.size} bytes are not a whole number of '{src}' elements of {stored.itemsize} bytes")
     values = np.ascontiguousarray(raw).view(stored)
     return np.ascontiguousarray(cast(src, dst, values)).view(np.uint8)
 
@@ -208,9 +204,7 @@ def _float8_table(label: str) -> npt.NDArray[np.float32]:
         mantissa = magnitude & ((1 << form.mantissa_bits) - 1)
         exponent = magnitude >> form.mantissa_bits
         hidden = np.where(exponent > 0, 1 << form.mantissa_bits, 0)
-        values = np.ldexp(
-            (mantissa + hidden).astype(float), np.maximum(exponent, 1) - form.bias - form.mantissa_bits
-        )
+        values = np.ldexp((mantissa + hidden).astype(float), np.maximum(exponent, 1) - form.bias - form.mantissa_bits)
         values[magnitude > form.top] = np.nan
         if form.top < form.overflow < form.nan:
             values[magnitude == form.overflow] = np.inf

@@ -154,10 +154,7 @@ class Bits:
 
 def memory_of(scenario: Scenario) -> dict[str, list[bytearray]]:
     """What the holders' regions contain: each shard's elements, and 0xEE in between."""
-    memory = {
-        holder: [bytearray([0xEE]) * size for size in sizes]
-        for holder, sizes in scenario.region_bytes.items()
-    }
+    memory = {holder: [bytearray([0xEE]) * size for size in sizes] for holder, sizes in scenario.region_bytes.items()}
     for shard in scenario.shards:
         tensor = scenario.tensors[shard.tensor]
         bits = ITEM_BITS[tensor.dtype]

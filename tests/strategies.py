@@ -29,6 +29,8 @@ from tests.reference import (
     n_elems,
 )
 
+from reshard.planner import Buffer, Holder, ReadRequest, ReadTable, Shard, ShardPart, ShardTable
+
 WHOLE_BYTE_DTYPES = ["uint8", "int16", "bfloat16", "float16", "float32", "float64", "int64", "float8_e4m3fn"]
 
 
@@ -155,24 +157,16 @@ def _holdings(draw: st.DrawFn, scenario: Scenario, replicas: bool) -> None:
 
 
 @st.composite
-def _buffer(
-    draw: st.DrawFn, scenario: Scenario, fills: bool, overwrites: bool, casts: bool, stepped: bool
-) -> None:
+def _buffer(draw: st.DrawFn, scenario: Scenario, fills: bool, overwrites: bool, casts: bool, stepped: bool) -> None:
     """Add a buffer of stacked slots, one copy into each, and perhaps fills under and copies over them."""
     tensors = list(scenario.tensors.values())
     dtype = draw(st.sampled_from(tensors)).dtype
     if casts:
         targets = [dst for src, dst in CASTS if any(tensor.dtype == src for tensor in tensors)]
         dtype = draw(st.sampled_from([dtype, dtype, *targets]))
-    usable = [
-        tensor for tensor in tensors if tensor.dtype == dtype or (casts and (tensor.dtype, dtype) in CASTS)
-    ]
-    picked = [
-        draw(views(draw(st.sampled_from(usable)), stepped=stepped)) for _ in range(draw(st.integers(1, 3)))
-    ]
-    kept = [
-        draw(st.permutations([dim for dim, count in enumerate(view.count) if count > 1])) for view in picked
-    ]
+    usable = [tensor for tensor in tensors if tensor.dtype == dtype or (casts and (tensor.dtype, dtype) in CASTS)]
+    picked = [draw(views(draw(st.sampled_from(usable)), stepped=stepped)) for _ in range(draw(st.integers(1, 3)))]
+    kept = [draw(st.permutations([dim for dim, count in enumerate(view.count) if count > 1])) for view in picked]
     rank = max(len(dims) for dims in kept)
     gaps = [[draw(_gap()) for _ in range(rank)] for _ in picked]
     box = [1] * rank
@@ -245,3 +239,57 @@ def _moved(draw: st.DrawFn, request: RefRequest, tensor: RefTensor) -> RefReques
     return dataclasses.replace(
         request, start=tuple(start), count=tuple(count), dst_offset=offset, dst_stride=dst_stride
     )
+
+
+def shard_parts(scenario: Scenario) -> list[ShardPart]:
+    """The planner's part of every holder, those that hold nothing included."""
+    rows: dict[str, list[Shard]] = {holder: [] for holder in scenario.region_bytes}
+    layouts: dict[str, tuple[str, str]] = {}
+    for shard in scenario.shards:
+        tensor = scenario.tensors[shard.tensor]
+        layouts[shard.holder] = (shard.layout, shard.claim)
+        rows[shard.holder].append(
+            Shard(
+                tensor.name,
+                tensor.dtype,
+                tensor.shape,
+                shard.start,
+                shard.stop,
+                shard.region,
+                shard.offset,
+                shard.group,
+            )
+        )
+    return [
+        ShardPart.from_shards(Holder(holder), held, scenario.region_bytes[holder], *layouts.get(holder, ()))
+        for holder, held in rows.items()
+    ]
+
+
+def shard_table(scenario: Scenario) -> ShardTable:
+    """The planner's shard table of a scenario."""
+    return ShardTable(shard_parts(scenario))
+
+
+def read_table(scenario: Scenario) -> ReadTable:
+    """The planner's read table of a scenario."""
+    requests = []
+    for request in scenario.requests:
+        tensor = scenario.tensors.get(request.tensor, RefTensor("", "uint8", ()))
+        requests.append(
+            ReadRequest(
+                tensor.name,
+                tensor.shape,
+                tensor.dtype,
+                request.start,
+                request.step,
+                request.count,
+                request.buffer,
+                request.dst_offset,
+                request.dst_stride,
+                request.order,
+                "copy" if request.value is None else "constant",
+                request.value or b"",
+            )
+        )
+    return ReadTable.build([Buffer(b.name, b.shape, b.dtype) for b in scenario.buffers], requests)

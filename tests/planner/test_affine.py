@@ -79,6 +79,8 @@ def walks(draw: st.DrawFn) -> Walk:
 @example(((1, 4, 1, 3), 0, (3, 4), (1, 3), 0, (4, 1)))
 @example(((4, 4), 0, (4,), (5,), 0, (1,)))
 @example(((), 0, (3, 2), (0, 0), 0, (2, 1)))
+@example(((6,), 5, (6,), (-1,), 0, (1,)))
+@example(((6,), 5, (6,), (-1,), 5, (-1,)))
 def test_pieces_cover_the_view_exactly_once(walk: Walk) -> None:
     shape, src_offset, sizes, src_strides, dst_offset, dst_strides = walk
     views = source_aligned(shape, src_offset, sizes, src_strides, dst_offset, dst_strides)
@@ -86,9 +88,8 @@ def test_pieces_cover_the_view_exactly_once(walk: Walk) -> None:
     assert pairs == walked(src_offset, sizes, src_strides, dst_offset, dst_strides)
     for view in views:
         assert all(step >= 1 and count >= 1 for step, count in zip(view.step, view.counts, strict=True))
-        assert all(
-            stride == 0 for stride, count in zip(view.dst_stride, view.counts, strict=True) if count == 1
-        )
+        assert all(stride >= 0 for stride in view.dst_stride)
+        assert all(stride == 0 for stride, count in zip(view.dst_stride, view.counts, strict=True) if count == 1)
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,7 @@ def float32_samples() -> np.ndarray:
     """Every 16-bit prefix with its rounding neighbours, and the edges of every small format."""
     prefixes = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
     low = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
-    edges = np.array(
-        [448, 464, 464.01, 480, 57344, 61439, 61440, 61441, 240, 248, 65504, 65520, 1e-45], np.float32
-    )
+    edges = np.array([448, 464, 464.01, 480, 57344, 61439, 61440, 61441, 240, 248, 65504, 65520, 1e-45], np.float32)
     swept = (prefixes[:, None] | low[None, :]).reshape(-1).view(np.float32)
     return np.concatenate([swept, edges, -edges])
 
