@@ -223,8 +223,8 @@ class Supervisor:
         deadline = time.monotonic() + timeout_s
         while waiting := {name for name in asked if name not in answers and name not in failures}:
             if time.monotonic() >= deadline:
-                for name in waiting:
-                    failures[name] = "did not answer in time" if not failures else "did not answer after the others failed"
+                reason = "did not answer after others failed" if failures else "did not answer in time"
+                failures.update(dict.fromkeys(waiting, reason))
                 break
             n_failures = len(failures)
             for name, message in self._receive(deadline):
