@@ -1,0 +1,305 @@
+"""A connection to one peer: its own worker, its endpoint, and the gets in flight on it.
+
+Each peer has its own worker, so that peers are read in parallel by as many threads, and so that tearing down one
+(the only way to be sure that an abandoned read writes no more) touches no other.
+
+1. The endpoint handles errors in ``PEER`` mode with a callback: without one UCX ends the process when a peer dies.
+2. After any error the endpoint is dead: no get is posted on it again.
+3. `close` may be called from any thread. It makes `drive` return, closes the endpoint by force and destroys the
+   worker.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.transports.errors import PeerError, TransferError, TransportError
+from reshard.transports.regions import U64
+from reshard.transports.ucx import declarations as d
+from reshard.transports.ucx.context import Context
+from reshard.transports.ucx.library import Library
+from reshard.transports.ucx.requests import CHUNK, RequestRing
+from reshard.transports.ucx.worker import Worker
+
+_PEER_GONE = frozenset({-6, -16, -20, -23, -24, -25, *range(-59, -39), *range(-89, -59)})
+"""UNREACHABLE, CANCELED, TIMED_OUT, REJECTED, NOT_CONNECTED, CONNECTION_RESET, link and endpoint failures."""
+_SPIN = 16
+_CLOSE_S = 0.5
+
+
+@dataclass(slots=True)
+class Gets:
+    """A list of gets; columns of length N, or 1 where all rows share a value.
+
+    Attributes
+    ----------
+    local, nbytes, remote : ndarray of uint64, shape (N,)
+    memh, rkey : ndarray of uint64, shape (N,) or (1,)
+    memory_type : ndarray of int32, shape (N,) or (1,)
+    moved : bool
+        Whether the last `Lane.drive` did native work.
+    """
+
+    local: U64
+    nbytes: U64
+    remote: U64
+    memh: U64
+    rkey: U64
+    memory_type: npt.NDArray[np.int32]
+    moved: bool = field(default=False, init=False)
+    _next: int = field(default=0, init=False)
+    _chunks: list[int] = field(default_factory=list, init=False)
+
+    def __len__(self) -> int:
+        return len(self.local)
+
+    def rewind(self) -> None:
+        """Make it ready to be driven (again); nothing of it may be in flight."""
+        self._next, self._chunks = 0, []
+
+
+class Lane:
+    """A connection to one peer.
+
+    Parameters
+    ----------
+    context : Context
+    peer : str
+        For messages.
+    address : bytes
+        The peer's UCX worker address.
+
+    Raises
+    ------
+    PeerError
+        If UCX cannot reach the address.
+    TransportError
+        If UCX cannot open a worker.
+    """
+
+    def __init__(self, context: Context, peer: str, address: bytes) -> None:
+        self.peer = peer
+        self.library = context.library
+        self._lock = threading.Lock()
+        self._closing = False
+        self._death: TransportError | None = None
+        self._keys: list[int] = []
+        self._endpoint = 0
+        self._worker = Worker(context)
+        self._ring = RequestRing(self.library, context.request_bytes)
+        self._failures = _ErrorHandler.of(self.library)
+        self._token = self._failures.new_token()
+        try:
+            self._endpoint = self._create_endpoint(address)
+        except PeerError:
+            self.close()
+            raise
+
+    def unpack(self, key: bytes) -> int:
+        """Unpack a region's key for this endpoint; it is destroyed with the lane.
+
+        Raises
+        ------
+        PeerError
+            If UCX refuses it: damaged, or of memory that no common transport reaches.
+        """
+        ffi = self.library.ffi
+        handle = ffi.new("uintptr_t *")
+        with self._lock:
+            self._require_alive()
+            status = self.library.ucp.ucp_ep_rkey_unpack(self._endpoint, ffi.from_buffer(key), handle)
+            if status != d.OK:
+                raise self._error(status, "ucp_ep_rkey_unpack")
+            self._keys.append(int(handle[0]))
+        return int(handle[0])
+
+    def drive(self, gets: Gets, busy_s: float, idle_s: float) -> bool:
+        """Post and progress.
+
+        Returns once all of ``gets`` have landed, after ``busy_s`` while there is work, or after sleeping for at
+        most ``idle_s`` while there is none. What is in flight stays in flight, so call again.
+
+        Returns
+        -------
+        bool
+            Whether they have all landed. ``gets.moved`` tells whether this call did native work.
+
+        Raises
+        ------
+        TransferError
+            If a get failed. The lane is dead then, and writes nothing any more.
+        PeerError
+            If the peer is gone, or the lane was aborted or died before.
+        """
+        stop = time.monotonic() + busy_s
+        gets.moved, idle, slept = False, 0, idle_s <= 0
+        while True:
+            with self._lock:
+                self._require_alive()
+                done, moved = self._round(gets)
+                gets.moved |= moved
+                if done:
+                    return True
+                idle = 0 if moved else idle + 1
+                if idle >= _SPIN:
+                    if slept or gets.moved:
+                        return False
+                    slept = True
+                    if not self._worker.arm():
+                        continue
+            if idle >= _SPIN:
+                # Outside of the lock: another thread may post on this lane, or abort it.
+                self._worker.wait_event(idle_s)
+            elif time.monotonic() >= stop:
+                return False
+
+    def close(self) -> None:
+        """Disconnect and destroy the worker: on return it writes no more. From any thread, idempotent."""
+        self._closing = True  # makes a `drive` of another thread return after its round
+        with self._lock:
+            self._tear_down()
+
+    @property
+    def alive(self) -> bool:
+        """Whether gets can be posted."""
+        return self._death is None and not self._closing and bool(self._endpoint)
+
+    def transports(self) -> tuple[tuple[str, str], ...]:
+        """Return the (transport, device) pairs that the endpoint uses, such as ``("cma", "memory")``."""
+        ffi = self.library.ffi
+        entries = ffi.new("ucp_transport_entry_t[]", 64)
+        attributes = ffi.new("ucp_ep_attr_t *")
+        attributes.field_mask = d.EP_ATTR_FIELD_TRANSPORTS
+        attributes.transport_entries = entries
+        attributes.num_transport_entries = len(entries)
+        attributes.transport_entry_size = ffi.sizeof("ucp_transport_entry_t")
+        with self._lock:
+            self._require_alive()
+            status = self.library.ucp.ucp_ep_query(self._endpoint, attributes)
+            if status != d.OK:
+                raise self._error(status, "ucp_ep_query")
+            names = []
+            for entry in entries[0 : attributes.num_transport_entries]:
+                pair = (ffi.string(entry.transport_name), ffi.string(entry.device_name))
+                names.append((pair[0].decode(), pair[1].decode()))
+        return tuple(names)
+
+    def _round(self, gets: Gets) -> tuple[bool, bool]:
+        """Post what fits, progress once, harvest; return (all landed, something moved)."""
+        ring, moved = self._ring, False
+        while gets._next < len(gets) and ring.n_free:
+            at = slice(gets._next, min(gets._next + CHUNK, len(gets)))
+            memh = gets.memh if len(gets.memh) == 1 else gets.memh[at]
+            rkey = gets.rkey if len(gets.rkey) == 1 else gets.rkey[at]
+            kind = gets.memory_type if len(gets.memory_type) == 1 else gets.memory_type[at]
+            gets._chunks.append(
+                ring.post(self._endpoint, gets.local[at], gets.nbytes[at], gets.remote[at], memh, rkey, kind)
+            )
+            gets._next = at.stop
+            moved = True
+        moved |= self._worker.progress()
+        for chunk in [c for c in gets._chunks if not ring.in_flight(c)]:
+            gets._chunks.remove(chunk)
+            moved = True
+            worst = ring.release(chunk)
+            if worst < d.OK:
+                self._die(self._error(worst, "ucp_get_nbx"))
+        failed = self._failures.status(self._token)
+        if failed:
+            self._die(self._error(failed, "endpoint"))
+        return gets._next == len(gets) and not gets._chunks, moved
+
+    def _create_endpoint(self, address: bytes) -> int:
+        ffi = self.library.ffi
+        packed = ffi.from_buffer(address)
+        params = ffi.new("ucp_ep_params_t *")
+        params.field_mask = d.EP_FIELD_REMOTE_ADDRESS | d.EP_FIELD_ERR_HANDLING_MODE | d.EP_FIELD_ERR_HANDLER
+        params.address = packed
+        params.err_mode = d.ERR_HANDLING_MODE_PEER
+        params.err_handler_cb = self._failures.callback
+        params.err_handler_arg = ffi.cast("void *", self._token)
+        handle = ffi.new("uintptr_t *")
+        status = self.library.ucp.ucp_ep_create(self._worker.handle, params, handle)
+        if status != d.OK:
+            raise PeerError(
+                f"peer {self.peer!r} cannot be reached: ucp_ep_create: {self.library.status_text(status)}",
+                peer=self.peer,
+            )
+        return int(handle[0])
+
+    def _require_alive(self) -> None:
+        if self._death is not None:
+            raise PeerError(
+                f"the connection to peer {self.peer!r} died before: {self._death}", peer=self.peer
+            ) from self._death
+        if self._closing or not self._endpoint:
+            raise PeerError(f"the connection to peer {self.peer!r} is closed", peer=self.peer)
+
+    def _error(self, status: int, what: str) -> TransportError:
+        text = self.library.status_text(status)
+        if status in _PEER_GONE:
+            return PeerError(f"peer {self.peer!r} is gone: {what}: {text}", peer=self.peer)
+        return TransferError(f"reading from peer {self.peer!r} failed: {what}: {text}", peer=self.peer)
+
+    def _die(self, error: TransportError) -> None:
+        self._death = error
+        self._tear_down()
+        raise error
+
+    def _tear_down(self) -> None:
+        ucp = self.library.ucp
+        if self._endpoint:
+            endpoint, self._endpoint = self._endpoint, 0
+            params = self.library.ffi.new("ucp_request_param_t *")
+            params.op_attr_mask = d.OP_FIELD_FLAGS
+            params.flags = d.EP_CLOSE_FLAG_FORCE
+            request = ucp.ucp_ep_close_nbx(endpoint, params)
+            stop = time.monotonic() + _CLOSE_S
+            if 0 < request < (1 << 64) + d.ERR_LAST:
+                while ucp.ucp_request_check_status(request) == d.INPROGRESS and time.monotonic() < stop:
+                    self._worker.progress()
+                ucp.ucp_request_free(request)
+        for key in self._keys:
+            ucp.ucp_rkey_destroy(key)
+        self._keys.clear()
+        self._worker.close()
+        self._failures.forget(self._token)
+
+
+class _ErrorHandler:
+    """The one callback that all endpoints of a library share.
+
+    It is never freed: UCX may hold it for as long as the process lives.
+    """
+
+    _by_library: ClassVar[dict[str, _ErrorHandler]] = {}
+
+    def __init__(self, library: Library) -> None:
+        self._status: dict[int, int] = {}
+        self._tokens = itertools.count(1)
+        ffi = library.ffi
+
+        def on_error(argument: object, endpoint: int, status: int) -> None:
+            self._status[int(ffi.cast("uintptr_t", argument))] = status
+
+        self.callback: object = ffi.callback("ucp_err_handler_cb_t", on_error)
+
+    @classmethod
+    def of(cls, library: Library) -> _ErrorHandler:
+        return cls._by_library.setdefault(library.path, cls(library))
+
+    def new_token(self) -> int:
+        return next(self._tokens)
+
+    def status(self, token: int) -> int:
+        return self._status.get(token, d.OK)
+
+    def forget(self, token: int) -> None:
+        self._status.pop(token, None)

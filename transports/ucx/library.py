@@ -1,0 +1,147 @@
+"""Which UCX library is used, and whether we may bind to it.
+
+1. The ``library`` setting, else ``RESHARD_UCX_LIBRARY``, says where to look: ``"wheel"`` (``libucx-cu12`` or
+   ``-cu13``), ``"system"`` (what the dynamic loader finds), a path to a ``libucp.so``, or nothing: the wheel if it
+   is there, else the system's.
+2. It is opened with local symbols, so that it and the renamed copy inside NIXL do not see each other, and once a
+   process for each path. ``libucs_signal`` is not loaded: a library has no business with the process's signal
+   handlers.
+3. Its version is asked of the library itself, and checked against the range that `declarations` was written for.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib.util
+import logging
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard.planner.errors import require
+from reshard.transports.errors import TransportUnavailableError
+from reshard.transports.ucx.declarations import CDEF, NEWEST_TRIED, OLDEST
+
+if TYPE_CHECKING:
+    from cffi import FFI
+
+_log = logging.getLogger(__name__)
+
+SETTING = "RESHARD_UCX_LIBRARY"
+_NAMES = ("libucp.so.0", "libucp.so")
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A loaded UCX.
+
+    Attributes
+    ----------
+    ffi : cffi.FFI
+        With `declarations.CDEF` declared.
+    ucp : cffi library
+        UCX's own functions.
+    path : str
+        What was opened: an absolute path, or the name that the loader resolved.
+    origin : str
+        ``"wheel"``, ``"system"`` or ``"path"``.
+    version : tuple of (int, int, int)
+        As the library says.
+    store_status : int
+        Address of libc's ``memset``, which `requests` uses as completion callback.
+    """
+
+    ffi: FFI
+    ucp: Any  # cffi looks functions up by name; `declarations` holds their types
+    path: str
+    origin: str
+    version: tuple[int, int, int]
+    store_status: int
+
+    def status_text(self, status: int) -> str:
+        """Return UCX's words for a status, with its number."""
+        text: bytes = self.ffi.string(self.ucp.ucs_status_string(status))
+        return f"{text.decode('ascii', 'replace')} (UCX status {status})"
+
+
+_loaded: dict[str, Library] = {}
+_lock = threading.Lock()
+
+
+def load_library(choice: str = "") -> Library:
+    """Load UCX.
+
+    Parameters
+    ----------
+    choice : str
+        ``"wheel"``, ``"system"``, a path, or empty: `SETTING`, else the wheel, else the system's.
+
+    Raises
+    ------
+    TransportUnavailableError
+        If cffi or the library is missing, cannot be loaded, or is of a version that was never tried.
+    """
+    choice = choice or os.environ.get(SETTING, "")
+    with _lock:
+        found = _loaded.get(choice)
+        if found is None:
+            found = _load_first(choice)
+            _loaded[choice] = found
+        return found
+
+
+def _load_first(choice: str) -> Library:
+    if not hasattr(os, "memfd_create"):
+        raise TransportUnavailableError("transport 'ucx': UCX exists for Linux only", extra="ucx")
+    candidates = _candidates(choice)
+    reasons = []
+    for origin, path in candidates:
+        try:
+            return _open(origin, path)
+        except (OSError, AttributeError, TransportUnavailableError) as error:
+            reasons.append(f"{origin} {path}: {error}")
+    where = "; ".join(reasons) or "no libucx-cu12 or libucx-cu13 wheel and no libucp.so.0 for the loader"
+    raise TransportUnavailableError(
+        f"transport 'ucx': no usable UCX library ({SETTING}={choice!r}): {where}; pip install 'reshard[ucx]'",
+        package="libucx-cu12",
+        extra="ucx",
+    )
+
+
+def _candidates(choice: str) -> list[tuple[str, str]]:
+    if choice not in ("", "wheel", "system"):
+        path = Path(choice)
+        if path.is_dir():
+            path = next((path / name for name in _NAMES if (path / name).exists()), path)
+        return [("path", str(path))]
+    found: list[tuple[str, str]] = []
+    if choice != "system":
+        spec = importlib.util.find_spec("libucx")
+        for folder in spec.submodule_search_locations or () if spec else ():
+            found += [("wheel", str(p)) for n in _NAMES if (p := Path(folder, "lib", n)).exists()][:1]
+    if choice != "wheel":
+        name = ctypes.util.find_library("ucp")
+        found += [("system", name)] if name else []
+    return found
+
+
+def _open(origin: str, path: str) -> Library:
+    ffi = require("cffi", extra="ucx").FFI()
+    ffi.cdef(CDEF)
+    ucp = ffi.dlopen(path, ffi.RTLD_LOCAL | ffi.RTLD_NOW)
+    numbers = [ffi.new("unsigned *") for _ in range(3)]
+    ucp.ucp_get_version(*numbers)
+    version = (int(numbers[0][0]), int(numbers[1][0]), int(numbers[2][0]))
+    if version[0] != OLDEST[0] or version[:2] < OLDEST:
+        raise TransportUnavailableError(
+            f"UCX {'.'.join(map(str, version))} at {path}: expected {'.'.join(map(str, OLDEST))} "
+            f"to {'.'.join(map(str, NEWEST_TRIED))}",
+            package="libucx-cu12",
+            extra="ucx",
+        )
+    if version[:2] > NEWEST_TRIED:
+        _log.warning("UCX %s at %s is newer than any that was tried", ".".join(map(str, version)), path)
+    memset = ffi.dlopen(None).memset
+    return Library(ffi, ucp, path, origin, version, int(ffi.cast("uintptr_t", memset)))

@@ -1,0 +1,270 @@
+"""The ``ucx`` backend: UCX's own C library, one-sided gets, one worker for each peer.
+
+What is served goes through one worker with a thread of its own; each peer that is read has a `Lane`. Tearing down a
+lane ends everything it began, so a time-out costs the connection to that peer and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import ClassVar, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.transports.base import Allocation, Capabilities
+from reshard.transports.beacon import BEACON_BYTES, Beacon, check_beacon
+from reshard.transports.common import CommonTransport
+from reshard.transports.endpoint import Endpoint
+from reshard.transports.errors import TransferTimeoutError, TransportUnavailableError
+from reshard.transports.hostmem import allocate_pages
+from reshard.transports.ledger import Entry
+from reshard.transports.lists import ConnectedPeer, Work
+from reshard.transports.regions import U64, MemoryKind, Region
+from reshard.transports.rows import ADDRESS, NBYTES
+from reshard.transports.transfer import Slice
+from reshard.transports.ucx.context import MEMORY_TYPES, Context, MappedMemory
+from reshard.transports.ucx.lane import Gets, Lane
+from reshard.transports.ucx.library import load_library
+from reshard.transports.ucx.payload import UcxAddress, decode_address, encode_address
+from reshard.transports.ucx.worker import ServingThread, Worker
+
+_BUSY_S = 0.01
+_IDLE_S = 0.001
+
+
+class UcxTransport(CommonTransport):
+    """Reads with UCX.
+
+    Parameters
+    ----------
+    tls : str
+        UCX transports to use, such as ``"tcp"`` or ``"rc,cuda"``; empty for what the environment or UCX chooses.
+    net_devices : str
+        Network devices to use, such as ``"mlx5_0:1"``; empty likewise.
+    config : mapping of str to str
+        Any other UCX settings, without the ``UCX_`` prefix. All of these reach our context and nothing else.
+    library : str
+        See `load_library`.
+    workers : int
+        Threads that drive large reads; peers are read in parallel by as many. 0 for one a core, at most 8.
+
+    Raises
+    ------
+    TransportUnavailableError
+        If there is no UCX that works here.
+    """
+
+    name: ClassVar[str] = "ucx"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        memory_kinds=("dram", "vram"),
+        one_sided=True,
+        strided_rows=False,
+        abort_scope="peer",
+        max_runs=1 << 26,
+        needs_registration=True,
+        cross_process=True,
+        cross_host=True,
+    )
+
+    def __init__(
+        self,
+        *,
+        tls: str = "",
+        net_devices: str = "",
+        config: Mapping[str, str] | None = None,
+        library: str = "",
+        workers: int = 0,
+    ) -> None:
+        super().__init__(workers=workers or min(len(os.sched_getaffinity(0)), 8))
+        settings = dict(config or {})
+        settings.update({k: v for k, v in (("TLS", tls), ("NET_DEVICES", net_devices)) if v})
+        self._context = Context(load_library(library), settings)
+        try:
+            self._serving = Worker(self._context)
+        except BaseException:
+            self._context.close()
+            raise
+        self._address = self._serving.address()
+        self._beacon_memory = allocate_pages(BEACON_BYTES)
+        self._beacon = Beacon(self._beacon_memory, self.incarnation)
+        self._beacon_map = self._context.map(Region.of(self._beacon_memory))
+        self._server = ServingThread(self._serving)
+
+    @staticmethod
+    def probe() -> str:
+        """Return why UCX cannot work here, or an empty string."""
+        try:
+            Context(load_library(), {}).close()
+        except (TransportUnavailableError, ImportError) as error:
+            return str(error)
+        return ""
+
+    def allocate(self, nbytes: int, *, memory: MemoryKind = "dram", device: int = 0) -> Allocation:
+        """See `Transport.allocate`."""
+        array = allocate_pages(nbytes)
+        return Allocation(array, Region.of(array))
+
+    def _register(self, region: Region) -> MappedMemory:
+        return self._context.map(region)
+
+    def _deregister(self, region: Region, native: object) -> None:
+        self._context.unmap(cast(MappedMemory, native))
+
+    def _payload(self) -> bytes:
+        keys = tuple(cast(MappedMemory, entry.native).key for entry in self._ledger.entries())
+        at = int(self._beacon_memory.ctypes.data)
+        return encode_address(UcxAddress(self._address, at, self._beacon_map.key, keys))
+
+    def _withdrawn(self, generation: int) -> None:
+        self._beacon.withdraw(generation)
+
+    def _dial(self, peer: ConnectedPeer, deadline: float) -> UcxPeer:
+        address = decode_address(peer.endpoint.payload, len(peer.endpoint.regions))
+        native = UcxPeer(self._context, peer, address)
+        try:
+            through = native.gate.post()
+            while not through:
+                if time.monotonic() >= deadline:
+                    raise TransferTimeoutError(f"peer {peer.name!r} did not answer before the deadline", peer=peer.name)
+                through = native.gate.poll()
+        except BaseException:
+            native.close()
+            raise
+        return native
+
+    def _hang_up(self, native: object) -> None:
+        cast(UcxPeer, native).close()
+
+    def _abort(self, native: object) -> None:
+        cast(UcxPeer, native).close()
+
+    def _gate(self, peer: ConnectedPeer) -> Slice:
+        return cast(UcxPeer, peer.native).gate
+
+    def _build(self, peer: ConnectedPeer, work: Work) -> list[Slice]:
+        native = cast(UcxPeer, peer.native)
+        memh = _handles(work.local_entries)[work.local_region]
+        rkey = native.keys(work.remote_region)
+        kind = np.array([MEMORY_TYPES[work.local_memory]], np.int32)
+        local, nbytes, remote = work.local[:, ADDRESS], work.local[:, NBYTES], work.remote[:, ADDRESS]
+        slices: list[Slice] = []
+        for start, stop in pairwise(work.cuts):
+            at = slice(start, stop)
+            one_memh, one_rkey = (c if len(c) == 1 else c[at] for c in (memh, rkey))
+            slices.append(GetSlice(native.lane, Gets(local[at], nbytes[at], remote[at], one_memh, one_rkey, kind)))
+        return slices
+
+    def _shut_down(self) -> None:
+        self._beacon.close()
+        if not self._server.close():
+            return  # still inside UCX: freeing what it uses would crash the process, leaking it does not
+        self._serving.close()
+        self._context.unmap(self._beacon_map)
+        self._context.close()
+
+
+class GetSlice:
+    """A part of a list, driven by whoever posts and polls it."""
+
+    __slots__ = ("_gets", "_lane")
+
+    def __init__(self, lane: Lane, gets: Gets) -> None:
+        self._lane = lane
+        self._gets = gets
+
+    @property
+    def moved(self) -> bool:
+        """See `Slice.moved`."""
+        return self._gets.moved
+
+    def post(self) -> bool:
+        """Start, and work on it for a bounded time; see `Slice.post`."""
+        self._gets.rewind()
+        return self._lane.drive(self._gets, _BUSY_S, 0.0)
+
+    def poll(self) -> bool:
+        """Work on it for a bounded time; see `Slice.poll`."""
+        return self._lane.drive(self._gets, _BUSY_S, _IDLE_S)
+
+    def close(self) -> None:
+        """Nothing to free: requests belong to the lane."""
+
+
+class BeaconGate(GetSlice):
+    """Fetches the peer's beacon and compares it with its endpoint message."""
+
+    __slots__ = ("_endpoint", "_image", "_name")
+
+    def __init__(self, lane: Lane, gets: Gets, image: npt.NDArray[np.uint8], endpoint: Endpoint, name: str) -> None:
+        super().__init__(lane, gets)
+        self._image = image
+        self._endpoint = endpoint
+        self._name = name
+
+    def post(self) -> bool:
+        """Ask; see `Slice.post`."""
+        return self._checked(super().post())
+
+    def poll(self) -> bool:
+        """See `Slice.poll`; raises `PeerError` if the peer is not as its endpoint says."""
+        return self._checked(super().poll())
+
+    def _checked(self, here: bool) -> bool:
+        if here:
+            check_beacon(self._image, self._endpoint, self._name)
+        return here
+
+
+class UcxPeer:
+    """A native connection: the lane, the regions' keys as far as they were needed, and room for a beacon."""
+
+    def __init__(self, context: Context, peer: ConnectedPeer, address: UcxAddress) -> None:
+        self._context = context
+        self._packed = address.keys
+        self._keys = np.zeros(len(address.keys), np.uint64)
+        self._image = allocate_pages(BEACON_BYTES)
+        self._image_map: MappedMemory | None = None
+        self._lane: Lane | None = None
+        try:
+            image_map = self._image_map = context.map(Region.of(self._image))
+            self.lane = self._lane = Lane(context, peer.name, address.worker)
+            key = self.lane.unpack(address.beacon_key)
+        except BaseException:
+            self.close()
+            raise
+        gets = Gets(
+            _one(int(self._image.ctypes.data)),
+            _one(BEACON_BYTES),
+            _one(address.beacon_address),
+            _one(image_map.handle),
+            _one(key),
+            np.array([MEMORY_TYPES["dram"]], np.int32),
+        )
+        self.gate = BeaconGate(self.lane, gets, self._image, peer.endpoint, peer.name)
+
+    def keys(self, region: npt.NDArray[np.intp]) -> U64:
+        """Return the unpacked key of each row's region, shape as ``region``."""
+        for index in np.unique(region):
+            if not self._keys[index]:
+                self._keys[index] = self.lane.unpack(self._packed[index])
+        return self._keys[region]
+
+    def close(self) -> None:
+        """Disconnect; on return nothing of it writes any more. Idempotent."""
+        if self._lane is not None:
+            self._lane.close()
+        image_map, self._image_map = self._image_map, None
+        if image_map is not None:
+            self._context.unmap(image_map)
+
+
+def _one(value: int) -> U64:
+    return np.array([value], np.uint64)
+
+
+def _handles(entries: list[Entry]) -> U64:
+    return np.array([cast(MappedMemory, entry.native).handle for entry in entries], np.uint64)
