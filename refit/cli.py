@@ -1,11 +1,13 @@
 """The command line: `reshard demo | serve | ps | doctor | version`.
 
-Each command imports what it needs when it runs. The commands are defined inside `_application`, because `typer` belongs to an
-extra and this module imports without it.
+Each command imports what it needs when it runs. The commands are defined inside `_application`, because `typer`
+belongs to an extra and this module imports without it.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import json
 import signal
 import sys
@@ -41,7 +43,9 @@ def _application() -> typer.Typer:
 
     @app.command()
     def demo(
-        transport: str = typer.Option("auto", help="nixl, ucx, memory; auto takes NIXL where it works, else shared memory."),
+        transport: str = typer.Option(
+            "auto", help="nixl, ucx, memory; auto takes NIXL where it works, else shared memory."
+        ),
         trainers: int = typer.Option(4, help="FSDP2 trainer processes."),
         tp: int = typer.Option(2, help="Tensor-parallel inference processes."),
         layers: int = typer.Option(4, help="Decoder layers."),
@@ -105,7 +109,6 @@ def _demo(
     json_file: Path | None,
     timeout_s: float,
 ) -> None:
-    require("torch", extra="torch", look_only=True)
     require("rich", extra="viz")
     from rich.console import Console
 
@@ -149,9 +152,30 @@ def _ps(address: str, *, as_json: bool, timeout_s: float) -> None:
 
     client = Rendezvous.connect(address)
     try:
-        print(client.describe(timeout_s=timeout_s))
+        description = client.describe(timeout_s=timeout_s)
     finally:
         client.close()
+    if as_json:
+        print(json.dumps(dataclasses.asdict(description), default=str, indent=2))
+        return
+    print(f"rendezvous {address}: store {description.store}, server {description.server_id}")
+    for what in ("workers", "versions", "leases", "transactions", "groups"):
+        rows = getattr(description, what)
+        print(f"{what}: {len(rows)}")
+        for row in rows:
+            fields = ((field.name, getattr(row, field.name)) for field in dataclasses.fields(row))
+            print("  " + " ".join(f"{name}={_brief(value)}" for name, value in fields))
+
+
+def _brief(value: object) -> str:
+    """Show a field in one word: an enum by its value, a tuple by its entries."""
+    if isinstance(value, enum.Enum):
+        return str(value.value)
+    if isinstance(value, tuple):
+        return "[" + ",".join(_brief(entry) for entry in value) + "]"
+    if dataclasses.is_dataclass(value) and hasattr(value, "slot"):
+        return f"{value.slot}:{getattr(value, 'state', '')}"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _doctor() -> None:

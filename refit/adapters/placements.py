@@ -1,8 +1,8 @@
 """Which boxes of a global tensor does one rank of a device mesh hold? Pure arithmetic, without torch.
 
-A tensor dim is split by some mesh dims, in mesh order, each by torch's chunk rule: pieces of ceil(n / k), the last ones shorter
-or empty. A *strided* split with factor f first cuts the dim into f pieces and takes this rank's chunk of each: that is how
-DTensor writes down that a mesh dim further right splits first (FSDP over tensor parallelism).
+A tensor dim is split by some mesh dims, in mesh order, each by torch's chunk rule: pieces of ceil(n / k), the last
+ones shorter or empty. A *strided* split with factor f first cuts the dim into f pieces and takes this rank's chunk of
+each: that is how DTensor writes down that a mesh dim further right splits first (FSDP over tensor parallelism).
 
 1. `Split` is one such split: k ranks, this rank's index, the factor.
 2. `held_runs` applies splits to one dim: what remains are runs of global indices, in local order.

@@ -1,10 +1,11 @@
-"""What does this rank of a torch trainer hold? Plain tensors, DTensors, and modules wrapped by FSDP2, HSDP or tensor parallelism.
+"""What does this rank of a torch trainer hold? Plain tensors, DTensors and modules under FSDP2, HSDP or TP.
 
-1. A module's FSDP2 parts are put back into their sharded state, then its parameters and persistent buffers are listed.
-2. For a DTensor the mesh and its placements say which boxes this rank holds (`reshard.refit.adapters.placements`); the local
-   tensor's shape must agree, and a `Partial` placement is refused: its values are not the parameter's values.
-3. Mesh dims that replicate make a claim: the ranks along them hold equal content. The claim's number is a digest of those
-   global ranks, so that two pipeline stages that use one name by mistake never look like replicas.
+1. A module's FSDP2 parts are put back into their sharded state, then its parameters and persistent buffers are
+   listed.
+2. For a DTensor the mesh and its placements say which boxes this rank holds (`reshard.refit.adapters.placements`);
+   the local tensor's shape must agree. A `Partial` placement is refused: its values are not the parameter's values.
+3. Mesh dims that replicate make a claim: the ranks along them hold equal content. The claim's number is a digest of
+   those global ranks, so that two pipeline stages that use one name by mistake never look like replicas.
 4. Each box is yielded as a view of the local tensor, without a copy. A rank that holds nothing yields nothing.
 """
 
@@ -20,6 +21,7 @@ from reshard.refit.tensors import LocalTensor
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 __all__ = ["local_tensors", "named_tensors", "replica_claim", "tied_names"]
@@ -49,7 +51,7 @@ def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def tied_names(module: torch.nn.Module) -> dict[str, str]:
-    """Return the names of tied parameters that `named_tensors` leaves out, each with the name that it is listed under."""
+    """Return the names of tied parameters that `named_tensors` leaves out, with the names they are listed under."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     everything = module.named_parameters(remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in everything if first[id(parameter)] != name}
@@ -59,6 +61,7 @@ def local_tensors(
     source: torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
     *,
     plain_ranks: Sequence[int] | None = None,
+    copies_over: Sequence[str] = (),
 ) -> list[LocalTensor]:
     """Return the boxes that this rank holds, as views of its local tensors.
 
@@ -67,8 +70,12 @@ def local_tensors(
     source
         A module, or names with tensors. Names must be the global ones (a pipeline stage's local layer numbers are not).
     plain_ranks
-        Global ranks that hold equal copies of the tensors that are not DTensors (data parallelism, buffers). None claims
-        nothing: a plain tensor published by two holders is then a conflict.
+        Global ranks that hold equal copies of the tensors that are not DTensors (data parallelism, buffers). None
+        claims nothing: a plain tensor published by two holders is then a conflict.
+    copies_over
+        Names of dims of the root mesh along which tensors that are not laid over them are equal copies: with tensor
+        parallelism under FSDP2 a norm's mesh is the "fsdp" dim alone, and `copies_over=("tp",)` says that the ranks
+        along "tp" hold the same. Nothing is assumed otherwise, since pipeline stages look just the same.
 
     Returns
     -------
@@ -78,9 +85,11 @@ def local_tensors(
     Raises
     ------
     TableError
-        For a `Partial` placement, a placement of an unknown kind, or a local tensor whose shape is not what the placements say.
+        For a `Partial` placement, a placement of an unknown kind, or a local tensor whose shape is not what the
+        placements say.
     """
-    torch = require("torch", extra="torch")
+    require("torch", extra="torch")
+    import torch
     from torch.distributed.tensor import DTensor
 
     if isinstance(source, torch.nn.Module):
@@ -91,7 +100,7 @@ def local_tensors(
     found: list[LocalTensor] = []
     for name, tensor in named:
         if isinstance(tensor, DTensor):
-            found += _dtensor_boxes(name, tensor)
+            found += _dtensor_boxes(name, tensor, copies_over)
         elif tensor.numel():
             shape = tuple(tensor.shape)
             data = tensor.detach()
@@ -100,12 +109,12 @@ def local_tensors(
 
 
 def replica_claim(ranks: Iterable[int]) -> int:
-    """Return the claim number of a set of global ranks that hold equal content: 62 bits of a digest of the sorted ranks."""
+    """Return the claim number of some global ranks that hold equal content: 62 bits of a digest of them, sorted."""
     text = ",".join(str(rank) for rank in sorted(ranks))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
 
 
-def _dtensor_boxes(name: str, tensor: DTensor) -> list[LocalTensor]:
+def _dtensor_boxes(name: str, tensor: DTensor, copies_over: Sequence[str]) -> list[LocalTensor]:
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -137,17 +146,34 @@ def _dtensor_boxes(name: str, tensor: DTensor) -> list[LocalTensor]:
     expected = _local_shape(shape, splits)
     if tuple(local.shape) != expected:
         raise TableError(
-            f"tensor {name!r}: mesh coordinate {tuple(coordinate)}, placements {tensor.placements}: got a local tensor of "
-            f"shape {tuple(local.shape)}, expected {expected}"
+            f"tensor {name!r}: mesh coordinate {tuple(coordinate)}, placements {tensor.placements}: got a local tensor "
+            f"of shape {tuple(local.shape)}, expected {expected}"
         )
-    claim = -1
-    if replicating:
-        index = tuple(slice(None) if dim in replicating else at for dim, at in enumerate(coordinate))
-        claim = replica_claim(mesh.mesh[index].flatten().tolist())
-    return [
-        LocalTensor(name, _label(tensor), shape, box.start, _cut(local, box), claim)
-        for box in boxes
+    ranks_of_copies = _ranks_of_copies(mesh, coordinate, replicating, copies_over)
+    claim = replica_claim(ranks_of_copies) if len(ranks_of_copies) > 1 else -1
+    return [LocalTensor(name, _label(tensor), shape, box.start, _cut(local, box), claim) for box in boxes]
+
+
+def _ranks_of_copies(
+    mesh: DeviceMesh, coordinate: Sequence[int], replicating: Sequence[int], copies_over: Sequence[str]
+) -> set[int]:
+    """Return the global ranks that hold what this rank holds: along replicating dims and the named root dims."""
+    own_slice = tuple(slice(None) if dim in replicating else at for dim, at in enumerate(coordinate))
+    ranks: set[int] = set(mesh.mesh[own_slice].flatten().tolist())
+    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    root_names = root.mesh_dim_names or ()
+    outside = [
+        root_names.index(name) for name in copies_over if name in root_names and name not in (mesh.mesh_dim_names or ())
     ]
+    if not outside:
+        return ranks
+    copies: set[int] = set()
+    for rank in ranks:
+        at = (root.mesh == rank).nonzero()[0].tolist()
+        copies.update(
+            root.mesh[tuple(slice(None) if dim in outside else i for dim, i in enumerate(at))].flatten().tolist()
+        )
+    return copies
 
 
 def _local_shape(shape: tuple[int, ...], splits: list[list[Split]]) -> tuple[int, ...]:

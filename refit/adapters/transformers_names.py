@@ -1,17 +1,17 @@
 """Under which checkpoint names, and as which views, does a transformers model's memory go out?
 
-transformers 5 modules stack and fuse what checkpoints keep apart (all experts' gate and up projections are one parameter);
-`save_pretrained` takes them apart again. This adapter takes the same road without moving a byte:
+transformers 5 modules stack and fuse what checkpoints keep apart (all experts' gate and up projections are one
+parameter); `save_pretrained` takes them apart again. This adapter takes the same road without moving a byte:
 
-1. The model's own conversion is run once on *meta* tensors of the global shapes, with copies suppressed. What comes out are
-   views that carry offset, sizes and strides: the checkpoint tensors in terms of the module's.
-2. Each view is written down as a `CheckpointView`: per dim a start and a step along one dim of the module's tensor, and the
-   indices of the dims that it selects (the expert).
-3. `CheckpointNames.apply` cuts a rank's boxes by these views. A tensor sharded over its experts maps local expert e to its
-   global number, since boxes are global; sharding over any other dim is cut the same way. Nothing is copied.
+1. The model's own conversion is run once on *meta* tensors of the global shapes, with copies suppressed. What comes
+   out are views that carry offset, sizes and strides: the checkpoint tensors in terms of the module's.
+2. Each view is written down as a `CheckpointView`: per dim a start and a step along one dim of the module's tensor,
+   and the indices of the dims that it selects (the expert).
+3. `CheckpointNames.apply` cuts a rank's boxes by these views. A tensor sharded over its experts maps local expert e
+   to its global number, since boxes are global; sharding over any other dim is cut the same way. Nothing is copied.
 
-A `convert` function of one's own takes the place of step 1 for families that transformers does not know, or to publish under
-other names: it is called with each name and a meta tensor, and returns views of it by name.
+A `convert` function of one's own takes the place of step 1 for families that transformers does not know, or to
+publish under other names: it is called with each name and a meta tensor, and returns views of it by name.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ class CheckpointNames:
         named
             The module's tensors, e.g. from `named_tensors`. Only their shapes and dtypes are used.
         convert
-            Called with (name, meta tensor of the global shape); returns views of that tensor by checkpoint name. Copies that
-            keep the elements in their places (`contiguous`, `clone`) are ignored.
+            Called with (name, meta tensor of the global shape); returns views of that tensor by checkpoint name.
+            Copies that keep the elements in their places (`contiguous`, `clone`) are ignored.
         """
 
         def run(metas: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -167,7 +167,9 @@ class CheckpointNames:
         named: Mapping[str, torch.Tensor],
         run: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]],
     ) -> CheckpointNames:
-        torch = require("torch", extra="torch")
+        require("torch", extra="torch")
+        import torch
+
         metas = {name: torch.empty(tuple(t.shape), dtype=t.dtype, device="meta") for name, t in named.items()}
         owner = {meta.untyped_storage()._cdata: name for name, meta in metas.items()}
         with _without_copies():
@@ -177,12 +179,13 @@ class CheckpointNames:
             source = owner.get(view.untyped_storage()._cdata)
             if source is None:
                 raise TableError(
-                    f"checkpoint tensor {checkpoint_name!r}: its conversion computes new values; only views can be published "
-                    "without a copy"
+                    f"checkpoint tensor {checkpoint_name!r}: its conversion computes new values; only views can be "
+                    "published without a copy"
                 )
             if view.dtype != metas[source].dtype:
                 raise TableError(
-                    f"checkpoint tensor {checkpoint_name!r}: got a view as {view.dtype} of {source!r}, expected {metas[source].dtype}"
+                    f"checkpoint tensor {checkpoint_name!r}: got a view as {view.dtype} of {source!r}, "
+                    f"expected {metas[source].dtype}"
                 )
             views[source].append(_as_view(checkpoint_name, view, source, tuple(metas[source].shape)))
         return cls({name: tuple(of_name) for name, of_name in views.items()})
@@ -210,7 +213,8 @@ class CheckpointNames:
 
 def _without_copies() -> torch.overrides.TorchFunctionMode:
     """Return a mode under which copies that keep each element in its place return their input."""
-    torch = require("torch", extra="torch")
+    require("torch", extra="torch")
+    import torch
     from torch.overrides import TorchFunctionMode
 
     identities = {torch.Tensor.contiguous, torch.Tensor.clone, torch.clone, torch.Tensor.cpu, torch.Tensor.detach}
@@ -235,7 +239,7 @@ def _as_view(name: str, view: torch.Tensor, source: str, shape: tuple[int, ...])
     for size in reversed(shape):
         strides.insert(0, stride)
         stride *= size
-    offset = view.storage_offset()
+    offset = int(view.storage_offset())
     first: list[int] = []
     for dim_stride in strides:
         index, offset = divmod(offset, dim_stride)

@@ -1,7 +1,7 @@
 """How do the demo's processes talk to the process that started them?
 
-One message is one JSON object, sent as one datagram of a SOCK_SEQPACKET pair: message borders are the kernel's, a dead peer
-is an end of file, and nothing is pickled.
+One message is one JSON object, sent as one datagram of a SOCK_SEQPACKET pair: message borders are the kernel's, a
+dead peer is an end of file, and nothing is pickled.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def serve_commands(channel: Channel, handlers: Mapping[str, Callable[[Message], 
             answer = handlers[name](command)
         except ChannelClosed:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
             traceback.print_exc()
             channel.send({"error": f"{type(error).__name__}: {error}"})
         else:

@@ -8,7 +8,7 @@ __all__ = ["run_rendezvous"]
 
 
 def run_rendezvous(channel: Channel) -> None:
-    """Serve the rendezvous on a free loopback port, tell the supervisor its address, and go on until the channel closes."""
+    """Serve the rendezvous on a free loopback port, tell the supervisor where, and go on until the channel closes."""
     from reshard.rendezvous.service import serve
 
     server = serve("127.0.0.1:0")

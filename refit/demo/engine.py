@@ -1,12 +1,12 @@
 """What does a tensor-parallel inference engine hold, and how does it load a checkpoint?
 
-A small reference engine with the parameter layout and the loading protocol of vLLM's: parameters carry a `weight_loader`,
-the model has `load_weights`, and a rank of a tensor-parallel group is just its sharded parameters (it runs no forward pass;
-`reshard.refit.demo.unshard` puts the ranks back together for that).
+A small reference engine with the parameter layout and the loading protocol of vLLM's: parameters carry a
+`weight_loader`, the model has `load_weights`, and a rank of a tensor-parallel group is just its sharded parameters
+(it runs no forward pass; `reshard.refit.demo.unshard` puts the ranks back together for that).
 
 1. `TensorParallel` says which rank of how many this is.
-2. The `_*_parameter` functions make one parameter each, with its loader: column-parallel, merged (gate/up), fused QKV with
-   replicated KV heads, row-parallel, vocabulary-parallel with padding, stacked experts, and replicated ones.
+2. The `_*_parameter` functions make one parameter each, with its loader: column-parallel, merged (gate/up), fused QKV
+   with replicated KV heads, row-parallel, vocabulary-parallel with padding, stacked experts, and replicated ones.
 3. `ReferenceModel` holds them under vLLM's names and maps checkpoint names to (parameter, shard) in `load_weights`.
 """
 
@@ -42,7 +42,7 @@ class WeightLoader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """This rank's place in the tensor-parallel group."""
+    """A rank's place in its tensor-parallel group."""
 
     rank: int
     size: int
@@ -93,6 +93,11 @@ class ReferenceModel:
     dtype
         Parameter dtype; routers are held in float32.
 
+    Attributes
+    ----------
+    module
+        A torch module that holds the parameters.
+
     Notes
     -----
     Fresh parameters hold NaN, so that one that is never written cannot pass for a loaded one.
@@ -103,7 +108,9 @@ class ReferenceModel:
         self.parallel = parallel
         self.dtype = dtype
         self._make = _Maker(parallel, dtype)
-        self._parameters: dict[str, torch.nn.Parameter] = {}
+        import torch
+
+        self.module = torch.nn.Module()
         self._stacked: dict[str, tuple[str, str]] = {}
         self._embedding("model.embed_tokens.weight")
         for layer in range(shape.layers):
@@ -120,11 +127,7 @@ class ReferenceModel:
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield (name, parameter)."""
-        yield from self._parameters.items()
-
-    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, buffer): this model has none."""
-        yield from ()
+        return self.module.named_parameters()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load checkpoint tensors, in any order, and return the names of the parameters written.
@@ -140,11 +143,12 @@ class ReferenceModel:
             If a name belongs to no parameter.
         """
         loaded: set[str] = set()
+        parameters = dict(self.module.named_parameters())
         for name, tensor in weights:
             if self.shape.tied and name == "lm_head.weight":
                 continue
             target, shard, expert = self._target(name)
-            parameter = self._parameters.get(target)
+            parameter = parameters.get(target)
             if parameter is None:
                 raise DemoError(f"checkpoint tensor {name!r}: the model has no parameter {target!r}")
             loader: WeightLoader = parameter.weight_loader  # type: ignore[attr-defined]
@@ -163,7 +167,15 @@ class ReferenceModel:
         return name, None, None
 
     def _add(self, name: str, parameter: torch.nn.Parameter, **stacked: str) -> None:
-        self._parameters[name] = parameter
+        import torch
+
+        *path, leaf = name.split(".")
+        module = self.module
+        for part in path:
+            if not hasattr(module, part):
+                module.add_module(part, torch.nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(leaf, parameter)
         for shard, checkpoint_name in stacked.items():
             self._stacked[checkpoint_name] = (name, shard)
 
@@ -201,7 +213,7 @@ class _Maker:
     """Makes parameters of one rank, each with its `weight_loader`."""
 
     def __init__(self, parallel: TensorParallel, dtype: torch.dtype) -> None:
-        self._torch = require("torch", extra="torch")
+        require("torch", extra="torch")
         self._parallel = parallel
         self._dtype = dtype
 
@@ -209,7 +221,9 @@ class _Maker:
         return self._parameter(shape, _load_whole)
 
     def router(self, experts: int, hidden: int) -> torch.nn.Parameter:
-        return self._parameter((experts, hidden), _load_whole, self._torch.float32)
+        import torch
+
+        return self._parameter((experts, hidden), _load_whole, torch.float32)
 
     def row(self, out: int, inner: int) -> torch.nn.Parameter:
         """Row-parallel: each rank holds some input columns of every output row."""
@@ -295,9 +309,10 @@ class _Maker:
     def _parameter(
         self, shape: tuple[int, ...], load: WeightLoader, dtype: torch.dtype | None = None
     ) -> torch.nn.Parameter:
-        torch = self._torch
-        data: torch.Tensor = torch.full(shape, float("nan"), dtype=dtype or self._dtype)
-        parameter: torch.nn.Parameter = torch.nn.Parameter(data, requires_grad=False)
+        import torch
+
+        data = torch.full(shape, float("nan"), dtype=dtype or self._dtype)
+        parameter = torch.nn.Parameter(data, requires_grad=False)
         parameter.weight_loader = load  # type: ignore[attr-defined]
         return parameter
 
@@ -317,14 +332,16 @@ def _required(shard: str | None) -> str:
 
 
 def bits_differ(left: torch.Tensor, right: torch.Tensor) -> int:
-    """Return how many elements of two tensors differ in any bit (so NaN equals the same NaN, and 0.0 differs from -0.0).
+    """Return how many elements of two tensors differ in any bit: 0.0 differs from -0.0, a NaN equals itself.
 
     Raises
     ------
     DemoError
         If their shapes or dtypes differ.
     """
-    torch = require("torch", extra="torch")
+    require("torch", extra="torch")
+    import torch
+
     if left.shape != right.shape or left.dtype != right.dtype:
         raise DemoError(f"compare: got {left.dtype}{tuple(left.shape)}, expected {right.dtype}{tuple(right.shape)}")
     width = left.element_size()

@@ -1,8 +1,8 @@
-"""One inference process of the demo: a tensor-parallel rank of the reference engine that refits itself, and checks itself.
+"""One inference process of the demo: a tensor-parallel rank that refits itself, and checks itself.
 
 1. "refit" runs `Receiver.refit` to one version, reporting each stage as it begins.
-2. "check" loads a saved checkpoint with the same loaders into a second model and compares every parameter bit for bit; then it
-   writes the refitted parameters to a file, for the ranks to be put back together.
+2. "check" loads a saved checkpoint with the same loaders into a second model and compares every parameter bit for
+   bit; then it writes the refitted parameters to a file, for the ranks to be put back together.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def run_inference(
     rendezvous
         Address of the rendezvous service.
     """
-    torch = require("torch", extra="torch")
+    require("torch", extra="torch")
+    import torch
 
     from reshard.refit.engines.loader import LoaderEngine
     from reshard.refit.receiver import Receiver
@@ -75,7 +76,7 @@ def run_inference(
     receiver = Receiver(
         wire,
         service,
-        LoaderEngine(engine),
+        LoaderEngine(engine.module, load_weights=engine.load_weights),
         model=MODEL_NAME,
         group="demo",
         members=settings.inference_names,
@@ -109,11 +110,13 @@ class _Inference:
 
     def digest(self, command: Message) -> Message:
         """Answer with a digest of all parameters, so that "the old weights still serve" can be seen."""
-        torch = require("torch", extra="torch")
+        require("torch", extra="torch")
+        import torch
+
         state = hashlib.blake2b(digest_size=16)
         for name, parameter in self.model.named_parameters():
             state.update(name.encode())
-            state.update(parameter.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+            state.update(parameter.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return {"digest": state.hexdigest()}
 
     def check(self, command: Message) -> Message:
@@ -185,7 +188,9 @@ def run_judge(channel: Channel, *, model: str, layers: int) -> None:
     model, layers
         As in `DemoSettings`.
     """
-    torch = require("torch", extra="torch")
+    require("torch", extra="torch")
+    import torch
+
     torch.set_num_threads(1)
     config = models.build_config(DemoSettings(model=model, layers=layers))
 

@@ -2,7 +2,8 @@
 
 1. `build_config` gives the Hugging Face configuration; `build_model` the model, the same on every rank (fixed seed).
 2. `save_checkpoint` writes full tensors with the model's own `save_pretrained`, in the dtypes that are served.
-3. `greedy_tokens` runs the model: the one piece of code that both the trainer's weights and the refitted ones go through.
+3. `greedy_tokens` runs the model: the one piece of code that both the trainer's weights and the refitted ones go
+   through.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from reshard.refit.demo.settings import N_QUERY_HEADS, DemoSettings
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = [
     "KEPT_IN_FLOAT32",
@@ -38,7 +39,7 @@ N_EXPERTS: Final = 6
 VOCABULARY: Final = 1021
 
 KEPT_IN_FLOAT32: Final = ("*.mlp.gate.weight",)
-"""Names that go out as they are: routers decide by small differences, and the reference engine holds them in float32."""
+"""Names that go out as they are: routers decide by small differences; the reference engine holds them in float32."""
 
 PROMPTS: Final[tuple[tuple[int, ...], ...]] = ((1, 2, 3, 5, 8, 13), (1020, 7, 512), (42,), (99, 98, 97, 96, 95))
 N_NEW_TOKENS: Final = 12
@@ -76,7 +77,9 @@ def build_config(settings: DemoSettings) -> PretrainedConfig:
 
 def build_model(config: PretrainedConfig) -> PreTrainedModel:
     """Return a freshly initialised model in float32; the same on each rank that calls this."""
-    torch = require("torch", extra="torch")
+    require("torch", extra="torch")
+    import torch
+
     transformers = require("transformers", extra="demo")
     torch.manual_seed(SEED)
     model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -101,7 +104,9 @@ def model_shape(config: PretrainedConfig) -> ModelShape:
 
 def serving_dtype(name: str) -> torch.dtype:
     """Return the dtype that a tensor is published, saved and served in."""
-    torch = require("torch", extra="torch")
+    require("torch", extra="torch")
+    import torch
+
     kept = any(fnmatch.fnmatchcase(name, pattern) for pattern in KEPT_IN_FLOAT32)
     dtype: torch.dtype = torch.float32 if kept else torch.bfloat16
     return dtype
@@ -109,7 +114,9 @@ def serving_dtype(name: str) -> torch.dtype:
 
 def model_from_tensors(config: PretrainedConfig, tensors: Mapping[str, torch.Tensor]) -> PreTrainedModel:
     """Return a model that holds full tensors (module names) in their own dtypes."""
-    torch = require("torch", extra="torch")
+    require("torch", extra="torch")
+    import torch
+
     with torch.random.fork_rng():
         model = build_model(config)
     model.load_state_dict(dict(tensors), strict=not config.tie_word_embeddings, assign=True)
@@ -142,8 +149,12 @@ def greedy_tokens(config: PretrainedConfig, tensors: Mapping[str, torch.Tensor])
     tensors
         Full tensors under the module's names.
     """
-    torch = require("torch", extra="torch")
-    model = model_from_tensors(config, {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}).eval()
+    require("torch", extra="torch")
+    import torch
+
+    model = model_from_tensors(config, {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}).train(
+        False
+    )
     answers: list[list[int]] = []
     with torch.inference_mode():
         for prompt in PROMPTS:
@@ -152,7 +163,9 @@ def greedy_tokens(config: PretrainedConfig, tensors: Mapping[str, torch.Tensor])
 
 
 def _continue(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]:
-    torch = require("torch", extra="torch")
+    require("torch", extra="torch")
+    import torch
+
     tokens = torch.tensor([list(prompt)])
     for _ in range(N_NEW_TOKENS):
         logits = model(input_ids=tokens, use_cache=False).logits[:, -1]

@@ -4,10 +4,10 @@ One process, the *nursery*, imports the slow packages once and forks a child per
 import of torch. It never starts a thread and never runs any of the children's work, so forking it is safe.
 
 1. `serve` (run as `python -m reshard.refit.demo.nursery FD`) imports what it is told to, then answers requests.
-2. A request carries a name, a target "module:function", its arguments and, as a passed file descriptor, the child's end of
-   its channel (`reshard.refit.demo.supervisor` holds the other end).
-3. The nursery dies with its parent and the children die with the nursery (`PR_SET_PDEATHSIG`), even by SIGKILL; when its
-   control channel closes it kills and reaps whatever is left.
+2. A request carries a name, a target "module:function", its arguments and, as a passed file descriptor, the child's
+   end of its channel (`reshard.refit.demo.supervisor` holds the other end).
+3. The nursery dies with its parent and the children die with the nursery (`PR_SET_PDEATHSIG`), even by SIGKILL; when
+   its control channel closes it kills and reaps whatever is left.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class _Nursery:
 
     def run(self) -> None:
         while True:
-            ready, _, _ = select.select([self.control, *self.pidfds.values()], [], [])
+            ready, _, _ = select.select([self.control.fileno(), *self.pidfds.values()], [], [])
             for pid in [pid for pid, pidfd in self.pidfds.items() if pidfd in ready]:
                 self._reap(pid)
-            if self.control in ready:
+            if self.control.fileno() in ready:
                 data, descriptors, _, _ = socket.recv_fds(self.control, MAX_REQUEST_BYTES, 2)
                 if not data:
                     return
@@ -107,7 +107,7 @@ class _Nursery:
             status = _call(str(request["target"]), request["arguments"], channel)
         except SystemExit as error:
             status = error.code if isinstance(error.code, int) else 1
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - this process ends here
             traceback.print_exc()
         finally:
             sys.stdout.flush()
@@ -139,7 +139,7 @@ def _call(target: str, arguments: object, channel: Channel) -> int:
         function(channel, **arguments)
     except ChannelClosed:
         return 0
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
         traceback.print_exc()
         channel.send({"failed": f"{type(error).__name__}: {error}"})
         return 1

@@ -26,7 +26,12 @@ def progress_bar(console: Console) -> Iterator[Progress]:
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
-    columns = (BarColumn(30), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(), TextColumn("{task.description}"))
+    columns = (
+        BarColumn(30),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
     with Bar(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=1)
 
@@ -77,8 +82,8 @@ def print_report(report: DemoReport, console: Console) -> None:
     for refit in report.refits:
         loss = f" (trainer's loss in the step before: {refit.loss:.4f})" if refit.loss is not None else ""
         console.print(
-            f"step {refit.step}: {refit.n_elems_compared:,} elements equal, bit for bit, what the loader makes of the checkpoint; "
-            f"greedy tokens equal the trainer's{loss}"
+            f"step {refit.step}: {refit.n_elems_compared:,} elements equal, bit for bit, what the loader makes of the "
+            f"checkpoint; greedy tokens equal the trainer's{loss}"
         )
     phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in report.seconds.items())
     console.print(f"[dim]{phases}[/dim]")
@@ -97,7 +102,17 @@ def _moved(report: DemoReport) -> Table:
         f"{settings.tensor_parallel} tensor-parallel ranks over {report.transport}"
     )
     table = Table(title=title, title_justify="left")
-    for heading in ("rank", "refit", "useful", "on the wire", "descriptors", "GB/s", "seconds", "verified", "certificate"):
+    for heading in (
+        "rank",
+        "refit",
+        "useful",
+        "on the wire",
+        "descriptors",
+        "GB/s",
+        "seconds",
+        "verified",
+        "certificate",
+    ):
         table.add_column(heading, justify="left" if heading in ("rank", "refit", "certificate") else "right")
     for name in settings.inference_names:
         for index, refit in enumerate(report.refits):

@@ -1,8 +1,9 @@
 """The demo from start to end: what `reshard demo` does.
 
 1. Start the nursery, the rendezvous service, the trainers, the inference ranks and the judge.
-2. Twice: publish, refit, save a checkpoint from gathered tensors, compare every inference parameter with what the same loader
-   makes of that checkpoint, put the ranks back together and compare greedy tokens. In between, one optimizer step.
+2. Twice: publish, refit, save a checkpoint from gathered tensors, compare every inference parameter with what the
+   same loader makes of that checkpoint, put the ranks back together and compare greedy tokens. In between, one
+   optimizer step.
 3. Return the report; anything that differs is a `DemoError` that says what.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -226,7 +227,7 @@ class _Run:
         with self._step("check", f"step {step}: saving a checkpoint of the gathered tensors"):
             saved = self._ask(self.trainers, {"do": "save", "folder": str(folder)})
         with self._step("check", f"step {step}: comparing every parameter with what the loader makes of it"):
-            commands: dict[str, Message] = {
+            commands: dict[str, JsonValue] = {
                 name: {"do": "check", "folder": str(folder), "dump": str(dump)} for name, dump in dumps.items()
             }
             checked = self._ask(self.inference, commands)
@@ -239,5 +240,5 @@ class _Run:
         n_elems = sum(int(str(answer["n_elems"])) for answer in checked.values())
         return RefitOfRanks(step, loss, publish_s, refit_s, ranks, n_elems, refitted)
 
-    def _ask(self, children: list[Child], command: Message | dict[str, Message]) -> dict[str, Message]:
+    def _ask(self, children: list[Child], command: Mapping[str, JsonValue]) -> dict[str, Message]:
         return self.supervisor.ask(children, command, timeout_s=self._left_s(), on_event=self._on_event)

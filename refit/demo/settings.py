@@ -72,9 +72,7 @@ class DemoSettings:
         if not 1 <= self.layers <= MAX_LAYERS:
             raise DemoError(f"--layers: got {self.layers}, expected 1 to {MAX_LAYERS}")
         if self.tensor_parallel < 1 or N_QUERY_HEADS % self.tensor_parallel:
-            raise DemoError(
-                f"--tp: got {self.tensor_parallel}, expected a divisor of the {N_QUERY_HEADS} query heads"
-            )
+            raise DemoError(f"--tp: got {self.tensor_parallel}, expected a divisor of the {N_QUERY_HEADS} query heads")
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise DemoError(f"--timeout: got {self.timeout_s}, expected a finite number of seconds over 0")
 

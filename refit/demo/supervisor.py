@@ -2,8 +2,8 @@
 
 1. `Supervisor()` starts the nursery (`reshard.refit.demo.nursery`), which imports the slow packages once.
 2. `start` forks a named child from it, whose output goes to a log file, and returns its `Child`.
-3. `ask` sends a command to some children and waits, with a deadline, until each has answered, failed or died. All children
-   are watched all the time: one that dies ends the wait of everybody, within a grace.
+3. `ask` sends a command to some children and waits, with a deadline, until each has answered, failed or died. All
+   children are watched all the time: one that dies ends the wait of everybody, within a grace.
 4. `close` asks the children to stop, and kills what does not. It runs on failure too.
 """
 
@@ -124,7 +124,14 @@ class Supervisor:
         log = self.log_folder / "nursery.log"
         with theirs, log.open("wb") as output:
             self._nursery = subprocess.Popen(
-                [sys.executable, "-m", "reshard.refit.demo.nursery", str(theirs.fileno()), str(os.getpid()), *self.modules],
+                [
+                    sys.executable,
+                    "-m",
+                    "reshard.refit.demo.nursery",
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                    *self.modules,
+                ],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -136,7 +143,9 @@ class Supervisor:
             self._control.receive(timeout_s=self.timeout_s)
         except (ChannelClosed, TimeoutError) as error:
             self.close()
-            raise DemoError(f"the nursery did not start: {log.read_text(errors='replace')[-LOG_TAIL_BYTES:]}") from error
+            raise DemoError(
+                f"the nursery did not start: {log.read_text(errors='replace')[-LOG_TAIL_BYTES:]}"
+            ) from error
 
     def __enter__(self) -> Supervisor:
         return self
@@ -162,7 +171,9 @@ class Supervisor:
             raise DemoError(f"start {name!r}: a process of this name was started already")
         request = json.dumps({"name": name, "target": target, "arguments": dict(arguments)}).encode()
         if len(request) > MAX_REQUEST_BYTES:
-            raise DemoError(f"start {name!r}: the arguments take {len(request)} bytes, expected at most {MAX_REQUEST_BYTES}")
+            raise DemoError(
+                f"start {name!r}: the arguments take {len(request)} bytes, expected at most {MAX_REQUEST_BYTES}"
+            )
         log = self.log_folder / f"{name}.log"
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, log.open("wb") as output:
@@ -179,7 +190,7 @@ class Supervisor:
     def ask(
         self,
         children: Sequence[Child],
-        command: Message | Mapping[str, Message],
+        command: Mapping[str, JsonValue],
         *,
         timeout_s: float,
         on_event: Callable[[str, Message], None] | None = None,
@@ -191,7 +202,7 @@ class Supervisor:
         children
             Whom to ask.
         command
-            One command for all, or one per name.
+            One command for all, `{"do": ...}`, or one for each name.
         timeout_s
             Seconds until all must have answered.
         on_event
@@ -204,9 +215,9 @@ class Supervisor:
             died meanwhile.
         """
         for child in children:
-            message = command if isinstance(command.get("do"), str) else command[child.name]
+            message = dict(command) if "do" in command else _message(command[child.name])
             with contextlib.suppress(ChannelClosed):
-                child.channel.send(_message(message))
+                child.channel.send(message)
         return self.wait(children, timeout_s=timeout_s, on_event=on_event)
 
     def wait(
@@ -298,7 +309,7 @@ def _integer(value: JsonValue) -> int:
     return value
 
 
-def _message(value: JsonValue | Mapping[str, JsonValue] | Mapping[str, Message]) -> Message:
+def _message(value: JsonValue) -> Message:
     if not isinstance(value, dict):
         raise TypeError(f"got {value!r}, expected an object")
     return value

@@ -1,10 +1,11 @@
 """One trainer process of the demo: an FSDP2 rank that publishes what it holds, trains, and saves.
 
-1. All ranks build the same model and shard it with `fully_shard` over a gloo mesh: float32 masters, uneven and empty shards.
+1. All ranks build the same model and shard it with `fully_shard` over a gloo mesh: float32 masters, uneven and empty
+   shards.
 2. "publish" hands this rank's boxes, under checkpoint names, to a `Publisher`, which casts to bfloat16 in its copy.
 3. "train" makes one AdamW step on fixed random tokens.
-4. "save" gathers the full tensors (for the check alone: a refit gathers nothing); rank 0 saves them with `save_pretrained` and
-   answers with the model's greedy tokens.
+4. "save" gathers the full tensors (for the check alone: a refit gathers nothing); rank 0 saves them with
+   `save_pretrained` and answers with the model's greedy tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from reshard.planner.errors import require
 from reshard.refit.demo import models
 from reshard.refit.demo.channel import Channel, Message, serve_commands
-from reshard.refit.demo.settings import DemoSettings
+from reshard.refit.demo.settings import DemoError, DemoSettings
 
 if TYPE_CHECKING:
     import torch
@@ -59,8 +60,8 @@ def run_trainer(
     store
         File through which the gloo ranks find each other.
     """
-    torch = require("torch", extra="torch")
-    import torch.distributed as dist
+    require("torch", extra="torch")
+    import torch
 
     from reshard.refit.publisher import Publisher
     from reshard.rendezvous import Rendezvous
@@ -68,6 +69,7 @@ def run_trainer(
 
     settings = DemoSettings(model=model, layers=layers, trainers=trainers, transport=transport, timeout_s=timeout_s)
     torch.set_num_threads(1)
+    dist = require("torch.distributed", extra="torch")
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, trainers),
@@ -101,7 +103,8 @@ class _Trainer:
     """The sharded model of one rank, with its optimizer and its publisher."""
 
     def __init__(self, settings: DemoSettings, rank: int, publisher: Publisher, *, epoch: int) -> None:
-        torch = require("torch", extra="torch")
+        require("torch", extra="torch")
+        import torch
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -114,7 +117,7 @@ class _Trainer:
         self.config: PretrainedConfig = models.build_config(settings)
         self.model: PreTrainedModel = models.build_model(self.config)
         mesh = init_device_mesh("cpu", (settings.trainers,), mesh_dim_names=("fsdp",))
-        for layer in self.model.get_decoder().layers:
+        for layer in self.model.get_submodule("model.layers").children():
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
         self.names = CheckpointNames.of_model(self.model)
@@ -132,7 +135,9 @@ class _Trainer:
         return {"n_boxes": len(held), "n_expert_tensors": n_experts, "seconds": time.perf_counter() - started}
 
     def train(self, command: Message) -> Message:
-        torch = require("torch", extra="torch")
+        require("torch", extra="torch")
+        import torch
+
         generator = torch.Generator().manual_seed(1000 * _step(command) + self.rank)
         tokens = torch.randint(0, self.config.vocab_size, (2, 32), generator=generator)
         self.model.train()
@@ -143,15 +148,20 @@ class _Trainer:
         return {"loss": float(loss)}
 
     def save(self, command: Message) -> Message:
-        full: dict[str, torch.Tensor] = {
-            name: parameter.full_tensor().detach()
-            for name, parameter in self.model.named_parameters()
-        }
+        full = {name: _gather(name, parameter) for name, parameter in self.model.named_parameters()}
         if self.rank != 0:
             return {}
         served = {name: tensor.to(models.serving_dtype(name)) for name, tensor in full.items()}
         models.save_checkpoint(self.config, served, Path(str(command["folder"])))
         return {"tokens": [list(answer) for answer in models.greedy_tokens(self.config, full)]}
+
+
+def _gather(name: str, parameter: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(parameter, DTensor):
+        raise DemoError(f"parameter {name!r}: got a {type(parameter).__name__}, expected a DTensor")
+    return parameter.full_tensor().detach()
 
 
 def _step(command: Message) -> int:

@@ -1,10 +1,10 @@
 """How do the ranks of the reference engine become one full model again?
 
-The inverse of `reshard.refit.demo.engine`'s loaders, written apart from them: it knows the layout, not the loaders, so that a
-mistake in one is not undone by the other.
+The inverse of `reshard.refit.demo.engine`'s loaders, written apart from them: it knows the layout, not the loaders,
+so that a mistake in one is not undone by the other.
 
-1. Row-parallel parameters are joined along columns, column-parallel ones along rows, block by block where several matrices are
-   fused; the vocabulary's padding is cut off, and must be zero.
+1. Row-parallel parameters are joined along columns, column-parallel ones along rows, block by block where several
+   matrices are fused; the vocabulary's padding is cut off, and must be zero.
 2. What every rank holds whole must be equal bit for bit on all of them.
 3. The result has the names of the transformers module, its stacked experts included.
 """
@@ -39,7 +39,9 @@ def unshard(shape: ModelShape, ranks: Sequence[Mapping[str, torch.Tensor]]) -> d
     DemoError
         If replicated parameters differ between ranks, or padding is not zero.
     """
-    torch = require("torch", extra="torch")
+    require("torch", extra="torch")
+    import torch
+
     full: dict[str, torch.Tensor] = {}
     for name in ranks[0]:
         parts = [rank[name] for rank in ranks]
@@ -70,18 +72,22 @@ def unshard(shape: ModelShape, ranks: Sequence[Mapping[str, torch.Tensor]]) -> d
 
 def _split_halves(parts: Sequence[torch.Tensor], dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Each part holds gate rows above up rows: join the gates and join the ups."""
-    torch = require("torch", extra="torch")
+    require("torch", extra="torch")
+    import torch
+
     halves = [part.chunk(2, dim) for part in parts]
     return torch.cat([half[0] for half in halves], dim), torch.cat([half[1] for half in halves], dim)
 
 
 def _split_qkv(shape: ModelShape, parts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    torch = require("torch", extra="torch")
+    require("torch", extra="torch")
+    import torch
+
     n_ranks = len(parts)
     q_rows = shape.heads // n_ranks * shape.head_dim
     kv_rows = max(shape.kv_heads // n_ranks, 1) * shape.head_dim
     copies = max(n_ranks // shape.kv_heads, 1)
-    split = [part.split([q_rows, kv_rows, kv_rows]) for part in parts]
+    split = [(part[:q_rows], part[q_rows:-kv_rows], part[-kv_rows:]) for part in parts]
     for first in range(0, n_ranks, copies):
         for rank in range(first + 1, first + copies):
             for shard in (1, 2):
@@ -94,7 +100,9 @@ def _split_qkv(shape: ModelShape, parts: Sequence[torch.Tensor]) -> dict[str, to
 
 
 def _same(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    torch = require("torch", extra="torch")
+    require("torch", extra="torch")
+    import torch
+
     for rank, part in enumerate(parts):
         if not torch.equal(part, parts[0]):
             raise DemoError(f"{name}: rank {rank} differs from rank 0")

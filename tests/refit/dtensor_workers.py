@@ -1,0 +1,137 @@
+"""What each gloo rank of `test_torch_dtensor.py` runs: DTensors of many kinds against `full_tensor()`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from reshard.planner.errors import TableError
+from reshard.refit.adapters.torch_dtensor import local_tensors
+from reshard.refit.demo.channel import Channel
+
+SHAPES = ((7, 5), (6,), (2, 3, 4), (16, 9), (1, 3))
+
+
+def run_rank(channel: Channel, *, rank: int, world: int, store: str, meshes: list[list[int]]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    n_checked = 0
+    try:
+        for shape in meshes:
+            n_members = math.prod(shape)
+            mesh = DeviceMesh("cpu", torch.arange(n_members).view(*shape))
+            members = dist.new_group(list(range(n_members)))
+            for tensor in dtensors(mesh):
+                check(tensor, members)
+                n_checked += 1
+            for module, copies_over in modules(mesh):
+                for parameter in module.parameters():
+                    check(parameter, members, copies_over)
+                    n_checked += 1
+            refuses_partial(mesh)
+        channel.send({"answer": {"n_checked": n_checked}})
+    finally:
+        dist.destroy_process_group()
+
+
+def dtensors(mesh: DeviceMesh) -> Iterator[DTensor]:
+    """DTensors of every shape with every combination of placements over the mesh."""
+    for shape in SHAPES:
+        full = torch.arange(torch.tensor(shape).prod().item(), dtype=torch.float32).view(shape)
+        kinds: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
+        for placements in itertools.product(kinds, repeat=mesh.ndim):
+            yield distribute_tensor(full, mesh, placements)
+        if mesh.ndim == 2:
+            for dim in range(len(shape)):
+                strided = [_StridedShard(dim, split_factor=mesh.size(1)), Shard(dim)]
+                yield distribute_tensor(full, mesh, strided, src_data_rank=None)
+                yield distribute_tensor(
+                    full, mesh, [_StridedShard(dim, split_factor=3), Replicate()], src_data_rank=None
+                )
+    scalar = torch.tensor(3.5, dtype=torch.bfloat16)
+    yield distribute_tensor(scalar, mesh, [Replicate()] * mesh.ndim)
+
+
+class Layer(nn.Module):
+    """Two linear maps, to be split by columns and by rows, and a norm."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.up = nn.Linear(6, 10, bias=True)
+        self.down = nn.Linear(10, 6, bias=False)
+        self.scale = nn.Parameter(torch.randn(3))
+
+
+def modules(mesh: DeviceMesh) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
+    """FSDP2 on a 1-D mesh; HSDP and FSDP over tensor parallelism on a 2-D one."""
+    if mesh.get_coordinate() is None:
+        return
+    if mesh.ndim == 1:
+        module = Layer(1)
+        fully_shard(module, mesh=mesh)
+        yield module, ()
+        return
+    named = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=("outer", "inner"))
+    hybrid = Layer(2)
+    fully_shard(hybrid, mesh=named)
+    yield hybrid, ()
+    if 10 % mesh.size(1) == 0:
+        both = Layer(3)
+        parallelize_module(both, named["inner"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(both, mesh=named["outer"])
+        yield both, ("inner",)
+
+
+def check(tensor: torch.Tensor, members: dist.ProcessGroup | None, copies_over: tuple[str, ...] = ()) -> None:
+    """All ranks' boxes, pasted together, are the full tensor; each element is held as often as dims replicate it."""
+    assert isinstance(tensor, DTensor)
+    mesh = tensor.device_mesh
+    held = local_tensors({"t": tensor}, copies_over=copies_over)
+    if mesh.get_coordinate() is None:
+        assert held == []
+        return
+    own = tensor.to_local()
+    for box in held:
+        assert isinstance(box.data, torch.Tensor)
+        assert box.data.untyped_storage().data_ptr() == own.untyped_storage().data_ptr(), "a copy was made"
+    described = [(box.start, box.stop, box.replica_group, torch.as_tensor(box.data).clone()) for box in held]
+    everybody: list[Any] = [None] * dist.get_world_size(members)
+    dist.all_gather_object(everybody, described, group=members)
+    full = tensor.full_tensor()
+    replicas = len(everybody) // mesh.size()
+    for size, placement in zip(mesh.shape, tensor.placements, strict=True):
+        replicas *= size if isinstance(placement, Replicate) else 1
+    pasted = torch.full_like(full, float("nan"))
+    counts = torch.zeros(full.shape, dtype=torch.int64)
+    claims: dict[Any, set[int]] = {}
+    for boxes in everybody:
+        for start, stop, claim, data in boxes:
+            where = tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
+            pasted[where] = data
+            counts[where] += 1
+            claims.setdefault((start, stop), set()).add(claim)
+            assert (claim >= 0) == (replicas > 1), (tensor.placements, claim)
+    assert torch.equal(pasted, full), (tensor.placements, pasted, full)
+    assert bool((counts == replicas).all()), (tensor.placements, counts)
+    assert all(len(of_box) == 1 for of_box in claims.values()), claims
+
+
+def refuses_partial(mesh: DeviceMesh) -> None:
+    if mesh.get_coordinate() is None:
+        return
+    summands = DTensor.from_local(torch.ones(4), mesh, [Partial()] * mesh.ndim)
+    with pytest.raises(TableError, match="summands"):
+        local_tensors({"sum": summands})
