@@ -12,13 +12,10 @@ import json
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from reshard.planner.errors import ReshardError, require
-
-if TYPE_CHECKING:
-    import typer
 
 __all__ = ["main"]
 
@@ -31,9 +28,9 @@ def main() -> None:
         sys.exit(f"reshard: {type(error).__name__}: {error}")
 
 
-def _application() -> typer.Typer:
+def _application() -> Callable[[], object]:
     typer = require("typer", extra="cli")
-    app: typer.Typer = typer.Typer(
+    app = typer.Typer(
         name="reshard",
         help="Move a model's weights from the ranks that train it into the ranks that serve it.",
         no_args_is_help=True,
@@ -41,7 +38,6 @@ def _application() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
 
-    @app.command()
     def demo(
         transport: str = typer.Option(
             "auto", help="nixl, ucx, memory; auto takes NIXL where it works, else shared memory."
@@ -66,7 +62,6 @@ def _application() -> typer.Typer:
             timeout_s=timeout,
         )
 
-    @app.command()
     def serve(
         listen: str = typer.Option("127.0.0.1:7077", help="host:port; port 0 takes a free one."),
         metrics: str = typer.Option("", help="host:port of the Prometheus page; empty: none."),
@@ -74,7 +69,6 @@ def _application() -> typer.Typer:
         """Serve the rendezvous until interrupted."""
         _serve(listen, metrics)
 
-    @app.command()
     def ps(
         address: str = typer.Argument(help="host:port of the rendezvous."),
         as_json: bool = typer.Option(False, "--json", help="Print JSON."),
@@ -83,19 +77,20 @@ def _application() -> typer.Typer:
         """Show the workers, versions and groups of a rendezvous."""
         _ps(address, as_json=as_json, timeout_s=timeout)
 
-    @app.command()
     def doctor() -> None:
         """Say which transports work on this machine, and why the others do not."""
         _doctor()
 
-    @app.command()
     def version() -> None:
         """Print the version."""
         import reshard
 
         print(reshard.__version__)
 
-    return app
+    for command in (demo, serve, ps, doctor, version):
+        app.command()(command)
+    run: Callable[[], object] = app
+    return run
 
 
 def _demo(
