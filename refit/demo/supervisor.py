@@ -30,7 +30,6 @@ from reshard.refit.demo.settings import DemoError
 __all__ = ["Child", "ChildrenFailed", "Supervisor"]
 
 LOG_TAIL_BYTES = 2000
-STOP_GRACE_S = 5.0
 
 
 class ChildrenFailed(DemoError):
@@ -103,6 +102,8 @@ class Supervisor:
         Environment variables to set in the nursery and so in all children.
     grace_s
         Once a child has failed, how long the others may still take to answer, in seconds.
+    stop_grace_s
+        How long the children may take to stop before they are killed, in seconds.
 
     Notes
     -----
@@ -114,6 +115,7 @@ class Supervisor:
     timeout_s: float = 120.0
     environment: Mapping[str, str] = field(default_factory=dict)
     grace_s: float = 15.0
+    stop_grace_s: float = 5.0
     children: dict[str, Child] = field(default_factory=dict)
     _control: Channel = field(init=False)
     _nursery: subprocess.Popen[bytes] = field(init=False)
@@ -288,7 +290,7 @@ class Supervisor:
             if child.exit_status is None and child.channel.fileno() >= 0:
                 with contextlib.suppress(ChannelClosed, OSError):
                     child.channel.send({"do": "stop"})
-        deadline = time.monotonic() + STOP_GRACE_S
+        deadline = time.monotonic() + self.stop_grace_s
         with contextlib.suppress(ChannelClosed, TimeoutError, OSError):
             while any(child.exit_status is None for child in self.children.values()) and time.monotonic() < deadline:
                 self._receive(deadline)
@@ -297,7 +299,7 @@ class Supervisor:
                 child.channel.close()
         self._control.close()
         try:
-            self._nursery.wait(STOP_GRACE_S)
+            self._nursery.wait(self.stop_grace_s)
         except subprocess.TimeoutExpired:
             self._nursery.kill()
             self._nursery.wait()

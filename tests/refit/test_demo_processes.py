@@ -38,7 +38,7 @@ def gone_within(pids: list[int], seconds: float) -> list[int]:
 
 @pytest.fixture
 def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
-    with Supervisor((), tmp_path, environment=ENVIRONMENT, grace_s=0.5) as running:
+    with Supervisor((), tmp_path, environment=ENVIRONMENT, grace_s=0.5, stop_grace_s=0.5) as running:
         yield running
 
 
@@ -118,9 +118,8 @@ def test_long_messages_and_double_names_are_refused(supervisor: Supervisor) -> N
         supervisor.start("child-0", OBEDIENT, {"greeting": ""})
 
 
-def test_closing_ends_obedient_and_hanging_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reshard.refit.demo.supervisor.STOP_GRACE_S", 0.5)
-    with Supervisor((), tmp_path, environment=ENVIRONMENT, grace_s=0.1) as supervisor:
+def test_closing_ends_obedient_and_hanging_children(tmp_path: Path) -> None:
+    with Supervisor((), tmp_path, environment=ENVIRONMENT, grace_s=0.1, stop_grace_s=0.5) as supervisor:
         children = two(supervisor)
         with pytest.raises(ChildrenFailed):
             supervisor.ask(children[:1], {"do": "hang"}, timeout_s=0.1)
