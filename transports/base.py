@@ -103,12 +103,25 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class PeerStats:
-    """One peer's share: bytes, runs, seconds from post to completion, seconds inside native posts."""
+    """One peer's share.
+
+    Attributes
+    ----------
+    bytes, n_descriptors : int
+        Payload, and runs handed to the native library.
+    seconds : float
+        From the first post to the last completion.
+    post_seconds : float
+        Inside native posts, which over CMA is the copy itself.
+    native_seconds : float
+        The native library's own measure, 0.0 where it has none or telemetry is off.
+    """
 
     bytes: int
     n_descriptors: int
     seconds: float
     post_seconds: float = 0.0
+    native_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,9 +243,7 @@ class Allocation:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
 

@@ -116,9 +116,7 @@ def decode_endpoint(message: bytes, *, backend: str = "") -> Endpoint:
     """
     size = len(message)
     if not HEADER_BYTES <= size <= MAX_ENDPOINT_BYTES:
-        raise EndpointError(
-            f"endpoint message: got {size} bytes, expected {HEADER_BYTES} to {MAX_ENDPOINT_BYTES}"
-        )
+        raise EndpointError(f"endpoint message: got {size} bytes, expected {HEADER_BYTES} to {MAX_ENDPOINT_BYTES}")
     header = bytes(message[: _HEADER.size])
     magic, version, name, incarnation, generation, n_regions, payload_bytes = _HEADER.unpack(header)
     if magic != MAGIC:
@@ -137,15 +135,11 @@ def decode_endpoint(message: bytes, *, backend: str = "") -> Endpoint:
     # Past the checksum only a faulty or hostile writer remains.
     label, _, rest = name.partition(b"\0")
     if not label or not label.isascii() or rest.strip(b"\0"):
-        raise EndpointError(
-            f"endpoint backend: got {name!r}, expected 1 to 14 ASCII characters, padded with NUL"
-        )
+        raise EndpointError(f"endpoint backend: got {name!r}, expected 1 to 14 ASCII characters, padded with NUL")
     found = label.decode("ascii")
     if backend and found != backend:
         raise EndpointError(f"endpoint backend: got {found!r}, expected {backend!r}")
-    return Endpoint(
-        found, incarnation, generation, _decode_table(body, n_regions), body[n_regions * _ROW_BYTES :]
-    )
+    return Endpoint(found, incarnation, generation, _decode_table(body, n_regions), body[n_regions * _ROW_BYTES :])
 
 
 def _decode_table(body: bytes, n_regions: int) -> RegionTable:
@@ -165,9 +159,7 @@ def _decode_table(body: bytes, n_regions: int) -> RegionTable:
             row = int(wraps.argmax())
             raise EndpointError(f"endpoint regions: region {row} at {int(address[row]):#x} wraps around")
         if int(kind.max()) >= len(KIND_NAMES):
-            raise EndpointError(
-                f"endpoint regions: memory kind {int(kind.max())}, expected < {len(KIND_NAMES)}"
-            )
+            raise EndpointError(f"endpoint regions: memory kind {int(kind.max())}, expected < {len(KIND_NAMES)}")
         if (address[1:] < address[:-1]).any():
             raise EndpointError("endpoint regions: addresses are not ascending")
     return RegionTable(

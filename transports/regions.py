@@ -188,7 +188,5 @@ class RegionTable:
     def _near(self, address: int) -> str:
         at = int(np.searchsorted(self.address, np.uint64(address), side="right")) - 1
         near = [i for i in (at, at + 1) if 0 <= i < len(self)]
-        spans = ", ".join(
-            f"[{int(self.address[i]):#x}, {int(self.address[i]) + int(self.nbytes[i]):#x})" for i in near
-        )
+        spans = ", ".join(f"[{int(self.address[i]):#x}, {int(self.address[i]) + int(self.nbytes[i]):#x})" for i in near)
         return f"nearest of {len(self)} regions: {spans}"

@@ -91,12 +91,8 @@ def load(name: str) -> Factory:
     except (ImportError, AttributeError) as error:
         extra = row.extra if row else ""
         hint = f"; pip install 'reshard[{extra}]'" if extra else ""
-        raise TransportUnavailableError(
-            f"transport {name!r} cannot be imported: {error}{hint}", extra=extra
-        ) from error
-    raise TransportUnavailableError(
-        f"transport {name!r} is unknown, expected one of {', '.join((*names(), 'auto'))}"
-    )
+        raise TransportUnavailableError(f"transport {name!r} cannot be imported: {error}{hint}", extra=extra) from error
+    raise TransportUnavailableError(f"transport {name!r} is unknown, expected one of {', '.join((*names(), 'auto'))}")
 
 
 def open_transport(name: str = "auto", **settings: object) -> Transport:

@@ -1,0 +1,286 @@
+"""The ``memory`` transport: mapped shared memory between processes of one host, plain copies within one.
+
+It needs nothing but Linux and NumPy, and it is what the contract tests compare the others with.
+
+- *Across processes* only memory from `MemoryTransport.allocate` can be read.  The endpoint message names
+  each region's file descriptor; the reader maps it.  Other registered memory can be a destination, and can
+  be read within the process.
+- *Who is there*: the reader holds a process descriptor (so a reused pid cannot deceive it), compares start
+  time, boot and pid name space, and the beacon, before each list and after each slice.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+import weakref
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.transports import rows
+from reshard.transports.base import Allocation, Capabilities
+from reshard.transports.beacon import BEACON_BYTES, Beacon, check_beacon
+from reshard.transports.common import CommonTransport
+from reshard.transports.copying import CopyList
+from reshard.transports.errors import EndpointError, PeerError, RegistrationError
+from reshard.transports.lists import ConnectedPeer, Work
+from reshard.transports.regions import MemoryKind, Region
+from reshard.transports.shared import SharedPages, map_from
+from reshard.transports.transfer import Slice
+
+# boot id, pid name space, pid, start time, control descriptor; then a descriptor and an offset for each
+# region
+_PAYLOAD = struct.Struct("<16sQIQi")
+
+_LIVE: weakref.WeakValueDictionary[bytes, MemoryTransport] = weakref.WeakValueDictionary()
+
+
+@dataclass(slots=True)
+class _Connection:
+    """The way to one peer; ``owner`` is set within one process, the rest across processes."""
+
+    peer: str
+    owner: weakref.ref[MemoryTransport] | None = None
+    pid: int = 0
+    process: int = -1
+    gone: select.poll | None = None
+    control: npt.NDArray[np.uint8] | None = None
+    fds: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    offsets: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
+    mapped: dict[int, npt.NDArray[np.uint8]] = field(default_factory=dict)
+
+
+class MemoryTransport(CommonTransport):
+    """See the module.
+
+    Parameters
+    ----------
+    workers : int
+        Threads that copy large lists; 0 means one for every two processors, at most 4.
+    """
+
+    name: ClassVar[str] = "memory"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        memory_kinds=("dram",),
+        one_sided=True,
+        strided_rows=True,
+        abort_scope="none",
+        max_runs=1 << 26,
+        needs_registration=True,
+        cross_process=True,
+        cross_host=False,
+    )
+
+    def __init__(self, *, workers: int = 0) -> None:
+        super().__init__(workers=workers or max(1, min(4, (os.cpu_count() or 1) // 2)))
+        self._control = SharedPages(BEACON_BYTES)
+        self._beacon = Beacon(self._control.array, self.incarnation)
+        self._allocated: weakref.WeakSet[SharedPages] = weakref.WeakSet()
+        _LIVE[self.incarnation] = self
+
+    @staticmethod
+    def probe() -> str:
+        """Return why it cannot work here, or an empty string."""
+        missing = [name for name in ("memfd_create", "pidfd_open") if not hasattr(os, name)]
+        return f"this system has no {' and no '.join(missing)} (it needs Linux 5.3)" if missing else ""
+
+    def allocate(self, nbytes: int, *, memory: MemoryKind = "dram", device: int = 0) -> Allocation:
+        """Return shared memory; see `Transport.allocate`."""
+        if memory != "dram":
+            raise RegistrationError(f"transport 'memory': got {memory} memory, expected dram")
+        pages = SharedPages(nbytes)
+        self._allocated.add(pages)
+        return Allocation(pages.array, Region(pages.address, nbytes, "dram", 0, pages))
+
+    def _register(self, region: Region) -> object:
+        for pages in self._allocated:
+            if pages.address <= region.address and region.stop <= pages.address + pages.nbytes:
+                return pages
+        return None
+
+    def _deregister(self, region: Region, native: object) -> None:
+        return None
+
+    def _withdrawn(self, generation: int) -> None:
+        self._beacon.withdraw(generation)
+
+    def _payload(self) -> bytes:
+        head = _PAYLOAD.pack(_boot_id(), _pid_space("self"), os.getpid(), _start_time("self"), self._control.fd)
+        entries = self._ledger.entries()
+        fds = np.full(len(entries), -1, "<i4")
+        offsets = np.zeros(len(entries), "<u8")
+        for at, entry in enumerate(entries):
+            if isinstance(entry.native, SharedPages):
+                fds[at], offsets[at] = entry.native.fd, entry.region.address - entry.native.address
+        return head + fds.tobytes() + offsets.tobytes()
+
+    def _dial(self, peer: ConnectedPeer, deadline: float) -> object:
+        payload, n_regions = peer.endpoint.payload, len(peer.endpoint.regions)
+        if len(payload) != _PAYLOAD.size + 12 * n_regions:
+            raise EndpointError(
+                f"endpoint payload: got {len(payload)} bytes, expected {_PAYLOAD.size + 12 * n_regions}"
+            )
+        boot, space, pid, started, control = _PAYLOAD.unpack_from(payload)
+        owner = _LIVE.get(peer.endpoint.incarnation)
+        if owner is not None and pid == os.getpid():
+            connection = _Connection(peer.name, owner=weakref.ref(owner))
+            self._check(connection, peer)
+            return connection
+        if boot != _boot_id() or space != _pid_space("self"):
+            raise PeerError(
+                f"peer {peer.name!r} lives on another host or in another container (pid name space); "
+                "transport 'memory' reaches processes that see each other only",
+                peer=peer.name,
+            )
+        return self._open(peer, pid, started, control)
+
+    def _open(self, peer: ConnectedPeer, pid: int, started: int, control: int) -> _Connection:
+        try:
+            process = os.pidfd_open(pid)
+        except (OSError, OverflowError, ValueError) as error:
+            raise PeerError(f"peer {peer.name!r}: no process {pid}: {error}", peer=peer.name) from error
+        connection = _Connection(peer.name, pid=pid, process=process)
+        try:
+            if _start_time(str(pid)) != started:
+                raise PeerError(f"peer {peer.name!r}: process {pid} has restarted or exited", peer=peer.name)
+            connection.gone = select.poll()
+            connection.gone.register(process, select.POLLIN)
+            connection.control = map_from(pid, control, BEACON_BYTES, peer.name)
+            n_regions, payload = len(peer.endpoint.regions), peer.endpoint.payload
+            connection.fds = np.frombuffer(payload, "<i4", n_regions, _PAYLOAD.size)
+            connection.offsets = np.frombuffer(payload, "<u8", n_regions, _PAYLOAD.size + 4 * n_regions)
+            self._check(connection, peer)
+        except BaseException:
+            self._hang_up(connection)
+            raise
+        return connection
+
+    def _check(self, connection: _Connection, peer: ConnectedPeer) -> None:
+        if connection.owner is not None:
+            owner = connection.owner()
+            if owner is None:
+                raise PeerError(f"peer {peer.name!r} has closed its transport", peer=peer.name)
+            check_beacon(owner._control.array, peer.endpoint, peer.name)
+            return
+        if connection.gone is None or connection.control is None or connection.gone.poll(0):
+            raise PeerError(f"peer {peer.name!r}: process {connection.pid} has exited", peer=peer.name)
+        check_beacon(connection.control, peer.endpoint, peer.name)
+
+    def _hang_up(self, native: object) -> None:
+        if isinstance(native, _Connection):
+            native.mapped.clear()
+            native.control = native.gone = None
+            if native.process >= 0:
+                os.close(native.process)
+                native.process = -1
+
+    def _gate(self, peer: ConnectedPeer) -> Slice:
+        return _Gate(self, _connection(peer), peer)
+
+    def _build(self, peer: ConnectedPeer, work: Work) -> list[Slice]:
+        connection = _connection(peer)
+        remote = work.remote
+        if connection.owner is None:
+            used = np.unique(work.remote_region)
+            moved = np.zeros(len(work.remote_table), np.uint64)
+            for region in used.tolist():
+                base = self._map(connection, peer, region)
+                moved[region] = (base - int(work.remote_table.address[region])) % 2**64  # the sum below wraps, too
+            remote = remote.copy()
+            remote[:, rows.ADDRESS] += moved[work.remote_region]
+        keep = list(connection.mapped.values())
+        return [
+            _Copy(self, connection, peer, CopyList(*rows.between(work.local, remote, start, stop)), keep)
+            for start, stop in zip(work.cuts[:-1], work.cuts[1:], strict=True)
+        ]
+
+    def _map(self, connection: _Connection, peer: ConnectedPeer, region: int) -> int:
+        array = connection.mapped.get(region)
+        fd, offset = int(connection.fds[region]), int(connection.offsets[region])
+        table = peer.endpoint.regions
+        if array is None:
+            if fd < 0:
+                raise RegistrationError(
+                    f"peer {peer.name!r}: region {region} at {int(table.address[region]):#x} is private to its "
+                    "process; transport 'memory' reads other processes' memory only if Transport.allocate made it"
+                )
+            array = map_from(connection.pid, fd, offset + int(table.nbytes[region]), peer.name)
+            # Opened by number: only now that the beacon still holds is it certain to be this transport's
+            # file.
+            self._check(connection, peer)
+            connection.mapped[region] = array
+        return int(array.ctypes.data) + offset
+
+    def _shut_down(self) -> None:
+        self._beacon.close()
+        _LIVE.pop(self.incarnation, None)
+
+
+class _Gate:
+    """The check as a slice; always complete when it returns."""
+
+    moved = False
+    native_s = 0.0
+
+    def __init__(self, transport: MemoryTransport, connection: _Connection, peer: ConnectedPeer) -> None:
+        self._transport = transport
+        self._connection = connection
+        self._peer = peer
+
+    def post(self) -> bool:
+        self._transport._check(self._connection, self._peer)
+        return True
+
+    def poll(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        return None
+
+
+class _Copy(_Gate):
+    """Some copies, and the check after them."""
+
+    def __init__(
+        self,
+        transport: MemoryTransport,
+        connection: _Connection,
+        peer: ConnectedPeer,
+        copies: CopyList,
+        keep: list[npt.NDArray[np.uint8]],
+    ) -> None:
+        super().__init__(transport, connection, peer)
+        self._copies = copies
+        self._keep = keep
+
+    def post(self) -> bool:
+        self._copies.run()
+        return super().post()
+
+
+def _connection(peer: ConnectedPeer) -> _Connection:
+    if not isinstance(peer.native, _Connection):
+        raise PeerError(f"peer {peer.name!r} is not connected", peer=peer.name)
+    return peer.native
+
+
+def _boot_id() -> bytes:
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return bytes.fromhex(file.read().strip().replace("-", ""))
+
+
+def _pid_space(pid: str) -> int:
+    return os.stat(f"/proc/{pid}/ns/pid").st_ino
+
+
+def _start_time(pid: str) -> int:
+    """Field 22 of ``/proc/<pid>/stat``, in clock ticks since boot; 0 if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return 0

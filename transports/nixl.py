@@ -1,0 +1,378 @@
+"""The ``nixl`` transport: NIXL agents, UCX by default.
+
+1. Two agents, each made when first needed: one serves (with NIXL's progress thread, which a served peer cannot do
+   without), one reads.  Destroying the reading agent, the only way to stop its writes, never disturbs our readers.
+2. The payload of an endpoint message is the place of the beacon and either the serving agent's metadata blob or the
+   address of its metadata listener.
+3. A list is prepared once (`prep_xfer_dlist`, one request a slice) and posted again at each refit.
+4. Before each list the peer's beacon is read: NIXL itself notices neither a restart nor a withdrawn region.
+5. Deadlines are ours.  After a time-out, or an error in flight, `wait_quarantine` destroys the reading agent once the
+   healthy peers have drained; lists and connections come back by themselves when they are next posted.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from logging import getLogger
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from reshard.planner.errors import require
+from reshard.transports import nixl_library
+from reshard.transports.base import Allocation, Capabilities
+from reshard.transports.beacon import BEACON_BYTES, Beacon, check_beacon
+from reshard.transports.common import CommonTransport
+from reshard.transports.driver import backoff
+from reshard.transports.endpoint import Endpoint
+from reshard.transports.errors import (
+    EndpointError,
+    PeerError,
+    RegistrationError,
+    TransferError,
+    TransferTimeoutError,
+    TransportError,
+)
+from reshard.transports.hostmem import allocate_pages
+from reshard.transports.lists import ConnectedPeer, Work
+from reshard.transports.nixl_agent import Agent, AgentSettings, NativeList, NixlSlice
+from reshard.transports.regions import MemoryKind, Region
+from reshard.transports.transfer import Slice
+
+logger = getLogger(__name__)
+
+# beacon address, listener port (0: a blob follows; else the listener's host does)
+_PAYLOAD = struct.Struct("<QH")
+
+
+@dataclass(slots=True)
+class _Link:
+    """A connection of one reading agent to one serving agent."""
+
+    agent: Agent
+    remote: str
+    beacon: int
+
+
+class NixlTransport(CommonTransport):
+    """See the module.
+
+    Parameters
+    ----------
+    backend : str
+        NIXL plug-in.
+    options : mapping of str to str
+        Initialisation parameters of the plug-in, such as ``{"ucx_devices": "mlx5_0"}``.
+    metadata : "blob" or "listener"
+        How peers get the serving agent's metadata: inside the endpoint message, or from a listener thread.
+    listen_host : str
+        Address at which peers reach the listener; by default this host's name.
+    listen_port : int
+        Its port; 0 picks a free one.
+    telemetry : bool
+        Whether NIXL measures its transfers (`PeerStats.native_seconds`).
+    workers : int
+        Threads that post large lists.
+
+    Raises
+    ------
+    TransportUnavailableError
+        If NIXL is not installed or does not load.
+    """
+
+    name: ClassVar[str] = "nixl"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        memory_kinds=("dram", "vram"),
+        one_sided=True,
+        strided_rows=True,
+        abort_scope="agent",
+        max_runs=1 << 24,
+        needs_registration=True,
+        cross_process=True,
+        cross_host=True,
+    )
+
+    def __init__(
+        self,
+        *,
+        backend: str = "UCX",
+        options: Mapping[str, str] | None = None,
+        metadata: Literal["blob", "listener"] = "blob",
+        listen_host: str = "",
+        listen_port: int = 0,
+        telemetry: bool = False,
+        workers: int = 1,
+    ) -> None:
+        if metadata not in ("blob", "listener"):
+            raise ValueError(f"metadata: got {metadata!r}, expected 'blob' or 'listener'")
+        nixl_library.load()
+        super().__init__(workers=workers)
+        self._backend = backend
+        self._options = dict(options or {})
+        self._telemetry = telemetry
+        self._listener = (listen_host or socket.gethostname(), listen_port) if metadata == "listener" else None
+        self._serving: Agent | None = None
+        self._reading: Agent | None = None
+        self._beacon: Beacon | None = None
+        self._beacon_region: Region | None = None
+
+    @staticmethod
+    def probe() -> str:
+        """Return why it cannot work here, or an empty string."""
+        try:
+            nixl_library.load()
+        except TransportError as error:
+            return str(error)
+        return ""
+
+    # --- memory ---------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int, *, memory: MemoryKind = "dram", device: int = 0) -> Allocation:
+        """Return host pages, or device memory from torch; see `Transport.allocate`."""
+        if memory == "dram":
+            array = allocate_pages(nbytes)
+            return Allocation(array, Region(int(array.ctypes.data), nbytes, "dram", 0, array))
+        torch = require("torch", "torch")
+        try:
+            tensor = torch.zeros(max(nbytes, 1), dtype=torch.uint8, device=f"cuda:{device}")
+            torch.cuda.synchronize(device)
+        except (RuntimeError, AssertionError) as error:
+            raise RegistrationError(f"allocate: no {nbytes} bytes on device {device}: {error}") from error
+        return Allocation(np.zeros(0, np.uint8), Region(int(tensor.data_ptr()), nbytes, "vram", device, tensor))
+
+    def _register(self, region: Region) -> object:
+        done: list[Agent] = []
+        try:
+            for agent in (self._serving, self._reading):
+                if agent is not None:
+                    agent.register(region)
+                    done.append(agent)
+        except BaseException:
+            for agent in done:
+                agent.deregister(region)
+            raise
+        return None
+
+    def _deregister(self, region: Region, native: object) -> None:
+        for agent in (self._serving, self._reading):
+            if agent is not None:
+                agent.deregister(region)
+
+    def _withdrawn(self, generation: int) -> None:
+        if self._beacon is not None:
+            self._beacon.withdraw(generation)
+
+    # --- agents ---------------------------------------------------------------------------------------
+
+    def _agent_name(self, incarnation: bytes) -> str:
+        return f"reshard-{incarnation.hex()}"
+
+    def _serve(self) -> Agent:
+        if self._serving is None:
+            port = 0
+            if self._listener is not None:
+                port = self._listener[1] or _free_port()
+                self._listener = (self._listener[0], port)
+            agent = Agent(
+                self._agent_name(self.incarnation),
+                AgentSettings(self._backend, self._options, True, port, self._telemetry),
+            )
+            page = allocate_pages(BEACON_BYTES)
+            region = Region.of(page)
+            agent.register(region)
+            for entry in self._ledger.all_entries():
+                agent.register(entry.region)
+            self._beacon = Beacon(page, self.incarnation, self._ledger.generation)
+            self._beacon_region = region
+            self._serving = agent
+        return self._serving
+
+    def _read(self) -> Agent:
+        with self._lock:
+            if self._reading is None:
+                agent = Agent(
+                    f"{self._agent_name(self.incarnation)}-r{self._epoch}",
+                    AgentSettings(self._backend, self._options, False, 0, self._telemetry),
+                )
+                for entry in self._ledger.all_entries():
+                    agent.register(entry.region)
+                self._reading = agent
+            return self._reading
+
+    def _payload(self) -> bytes:
+        agent = self._serve()
+        if self._beacon_region is None:
+            raise TransportError("nixl: the beacon is not there")
+        if self._listener is not None:
+            return _PAYLOAD.pack(self._beacon_region.address, self._listener[1]) + self._listener[0].encode()
+        return _PAYLOAD.pack(self._beacon_region.address, 0) + agent.metadata()
+
+    # --- peers ----------------------------------------------------------------------------------------
+
+    def _dial(self, peer: ConnectedPeer, deadline: float) -> object:
+        payload = peer.endpoint.payload
+        if len(payload) < _PAYLOAD.size:
+            raise EndpointError(f"endpoint payload: got {len(payload)} bytes, expected at least {_PAYLOAD.size}")
+        beacon, port = _PAYLOAD.unpack_from(payload)
+        agent = self._read()
+        link = _Link(agent, self._agent_name(peer.endpoint.incarnation), beacon)
+        if port:
+            self._fetch(link, payload[_PAYLOAD.size :], port, peer.name, deadline)
+        else:
+            agent.link(link.remote, payload[_PAYLOAD.size :], peer.name)
+        gate: _BeaconGate | None = None
+        try:
+            gate = _BeaconGate(link, peer)
+            done = gate.post()
+            for pause in backoff():
+                if done or gate.poll():
+                    break
+                if time.monotonic() + pause >= deadline:
+                    raise TransferTimeoutError(
+                        f"connecting to peer {peer.name!r}: it did not answer within its deadline", peer=peer.name
+                    )
+                time.sleep(pause)
+        except TransferTimeoutError:
+            agent.unlink(link.remote)
+            raise
+        except TransferError as error:
+            agent.unlink(link.remote)
+            raise PeerError(f"connecting to peer {peer.name!r}: {error}", peer=peer.name) from error
+        except BaseException:
+            agent.unlink(link.remote)
+            raise
+        finally:
+            if gate is not None:
+                gate.close()
+        return link
+
+    def _fetch(self, link: _Link, host: bytes, port: int, peer: str, deadline: float) -> None:
+        """Get the metadata from the peer's listener; a dead one never raises, so the deadline is all there is."""
+        try:
+            address = socket.gethostbyname(host.decode("utf-8", "strict"))
+        except (OSError, UnicodeError) as error:
+            raise PeerError(f"peer {peer!r}: no address for its listener {host!r}: {error}", peer=peer) from error
+        agent = link.agent
+        with agent.lock, nixl_library.mapped(f"fetching metadata of peer {peer!r} from {address}:{port}", peer):
+            agent.native.fetch_remote_metadata(link.remote, address, port)
+        for pause in backoff():
+            with agent.lock, nixl_library.mapped(f"fetching metadata of peer {peer!r}", peer):
+                if agent.native.check_remote_metadata(link.remote):
+                    agent.hold_link(link.remote)
+                    agent.native.make_connection(link.remote, [agent.backend])
+                    return
+            if time.monotonic() + pause >= deadline:
+                raise TransferTimeoutError(
+                    f"peer {peer!r}: no metadata from its listener at {address}:{port} within the deadline", peer=peer
+                )
+            time.sleep(pause)
+
+    def _hang_up(self, native: object) -> None:
+        if isinstance(native, _Link):
+            native.agent.unlink(native.remote)
+
+    # --- lists ----------------------------------------------------------------------------------------
+
+    def _gate(self, peer: ConnectedPeer) -> Slice:
+        return _BeaconGate(_link(peer), peer)
+
+    def _build(self, peer: ConnectedPeer, work: Work) -> list[Slice]:
+        link = _link(peer)
+        lists = NativeList(
+            link.agent,
+            link.remote,
+            (work.local, work.remote),
+            (work.local_memory, work.remote_memory),
+            len(work.cuts) - 1,
+            peer.name,
+        )
+        slices: list[Slice] = []
+        try:
+            for start, stop in zip(work.cuts[:-1], work.cuts[1:], strict=True):
+                slices.append(NixlSlice(link.agent, lists, start, stop, peer.name))
+        except BaseException:
+            for piece in slices:
+                piece.close()
+            for _ in range(len(work.cuts) - 1 - len(slices)):
+                lists.slice_closed()
+            raise
+        return slices
+
+    def _settles(self, error: TransportError) -> bool:
+        """Tell nothing from an error: other descriptors of the same request may still be under way."""
+        return False
+
+    def _rebuild(self) -> None:
+        agent, self._reading = self._reading, None
+        if agent is not None:
+            agent.destroy()
+
+    def _shut_down(self) -> None:
+        if self._beacon is not None:
+            self._beacon.close()
+        for agent in (self._reading, self._serving):
+            if agent is not None:
+                try:
+                    agent.destroy()
+                except TransferError as error:
+                    logger.warning("%s", error)
+        self._reading = self._serving = None
+
+
+class _BeaconGate:
+    """Reads the peer's beacon into a slot of its own and compares it."""
+
+    moved = False
+    native_s = 0.0
+
+    def __init__(self, link: _Link, peer: ConnectedPeer) -> None:
+        self._agent = link.agent
+        self._endpoint: Endpoint = peer.endpoint
+        self._peer = peer.name
+        self._slot, self._image = link.agent.take_slot()
+        row = np.array([[self._image.ctypes.data, BEACON_BYTES, 0]], np.uint64)
+        there = np.array([[link.beacon, BEACON_BYTES, 0]], np.uint64)
+        try:
+            lists = NativeList(link.agent, link.remote, (row, there), ("dram", "dram"), 1, peer.name)
+            self._slice = NixlSlice(link.agent, lists, 0, 1, peer.name)
+        except BaseException:
+            link.agent.return_slot(self._slot)
+            raise
+
+    def post(self) -> bool:
+        self._image[:] = 0
+        return self._checked(self._slice.post)
+
+    def poll(self) -> bool:
+        return self._checked(self._slice.poll)
+
+    def _checked(self, call: Callable[[], bool]) -> bool:
+        try:
+            done = call()
+        except TransferError as error:
+            raise PeerError(f"peer {self._peer!r} does not answer: {error}", peer=self._peer) from error
+        if done:
+            check_beacon(self._image, self._endpoint, self._peer)
+        return done
+
+    def close(self) -> None:
+        flying = self._slice.flying
+        self._slice.close()
+        if not flying:
+            self._agent.return_slot(self._slot)
+
+
+def _link(peer: ConnectedPeer) -> _Link:
+    if not isinstance(peer.native, _Link):
+        raise PeerError(f"peer {peer.name!r} is not connected", peer=peer.name)
+    return peer.native
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,343 @@
+"""One NIXL agent: its name, its registrations, its links to remote agents, and its certain end.
+
+NIXL cannot time out and cannot cancel; destroying the agent is the only way to stop what it began.  So nothing but this
+class holds native objects for longer than a call, and `Agent.destroy` checks that the native agent really is gone.
+The reading agent runs without NIXL's progress thread (polling drives it); every native call is made under one lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from logging import getLogger
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.transports import nixl_library
+from reshard.transports.beacon import BEACON_BYTES
+from reshard.transports.errors import PeerError, TransferError, TransportError, TransportUnavailableError
+from reshard.transports.hostmem import allocate_pages
+from reshard.transports.nixl_library import mapped
+from reshard.transports.regions import U64, MemoryKind, Region
+
+if TYPE_CHECKING:
+    from nixl_cu12 import nixl_agent, nixl_prepped_dlist_handle, nixl_xfer_handle
+
+logger = getLogger(__name__)
+
+_LANDING_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSettings:
+    """How to make an agent.
+
+    Attributes
+    ----------
+    backend : str
+        NIXL plug-in.
+    options : mapping of str to str
+        Its initialisation parameters.
+    progress_thread : bool
+        Needed on the serving side, where nobody polls.
+    listen_port : int
+        Port of the metadata listener; 0 for none.
+    telemetry : bool
+        Whether NIXL measures each transfer.
+    """
+
+    backend: str = "UCX"
+    options: Mapping[str, str] = field(default_factory=dict)
+    progress_thread: bool = True
+    listen_port: int = 0
+    telemetry: bool = False
+
+
+class Agent:
+    """See the module.
+
+    Parameters
+    ----------
+    name : str
+        Unique over all processes.
+    settings : AgentSettings
+
+    Raises
+    ------
+    TransportUnavailableError
+        If NIXL or the plug-in does not start.
+    """
+
+    def __init__(self, name: str, settings: AgentSettings) -> None:
+        nixl = nixl_library.load()
+        self.name = name
+        self.backend = settings.backend
+        self.telemetry = settings.telemetry
+        self.lock = threading.RLock()
+        self._registered: dict[tuple[int, int, str, int], object] = {}
+        self._links: dict[str, int] = {}
+        self._landing: list[npt.NDArray[np.uint8]] = []
+        self._free_slots: list[int] = []
+        try:
+            config = nixl.nixl_agent_config(
+                enable_prog_thread=settings.progress_thread,
+                enable_listen_thread=settings.listen_port > 0,
+                listen_port=settings.listen_port,
+                capture_telemetry=settings.telemetry,
+                backends=[],
+            )
+            agent: nixl_agent = nixl.nixl_agent(name, config)
+            if settings.backend not in agent.get_plugin_list():
+                raise TransportUnavailableError(
+                    f"NIXL has no plug-in {settings.backend!r}, expected one of {', '.join(agent.get_plugin_list())}",
+                    package=nixl.__name__,
+                    extra="nixl",
+                )
+            agent.create_backend(settings.backend, dict(settings.options))
+        except TransportError:
+            raise
+        except Exception as error:
+            raise TransportUnavailableError(
+                f"NIXL's agent with plug-in {settings.backend!r} does not start: {type(error).__name__}: {error}",
+                package=nixl.__name__,
+                extra="nixl",
+            ) from error
+        self._agent: nixl_agent | None = agent
+
+    @property
+    def native(self) -> nixl_agent:
+        """The native agent; use it under `lock`, and keep no reference."""
+        if self._agent is None:
+            raise TransferError(f"NIXL agent {self.name} has been destroyed")
+        return self._agent
+
+    # --- memory ---------------------------------------------------------------------------------------
+
+    def register(self, region: Region) -> None:
+        """Register a region."""
+        key = (region.address, region.nbytes, region.memory, region.device)
+        with self.lock, mapped(f"registering {region.nbytes} bytes at {region.address:#x}"):
+            self._registered[key] = self.native.register_memory(
+                [(region.address, region.nbytes, region.device, "")], region.memory.upper(), [self.backend]
+            )
+
+    def deregister(self, region: Region) -> None:
+        """Undo that, if it was done; never raises."""
+        with self.lock:
+            descriptors = self._registered.pop((region.address, region.nbytes, region.memory, region.device), None)
+            if descriptors is None or self._agent is None:
+                return
+            try:
+                with mapped(f"deregistering {region.nbytes} bytes at {region.address:#x}"):
+                    self._agent.deregister_memory(descriptors, [self.backend])
+            except TransportError as error:
+                logger.warning("%s", error)
+
+    def metadata(self) -> bytes:
+        """Return the blob that a remote agent needs."""
+        with self.lock, mapped("reading the agent's metadata"):
+            return bytes(self.native.get_agent_metadata())
+
+    # --- links ----------------------------------------------------------------------------------------
+
+    def link(self, remote: str, blob: bytes, peer: str) -> None:
+        """Load a remote agent's metadata and begin to connect; links to one agent are counted."""
+        with self.lock, mapped(f"connecting to peer {peer!r}", peer):
+            found = str(self.native.add_remote_agent(blob), "utf-8", "replace")  # type: ignore[call-overload]
+            if found != remote:
+                self.native.remove_remote_agent(found)
+                raise PeerError(f"peer {peer!r}: metadata of agent {found!r}, expected {remote!r}", peer=peer)
+            self.hold_link(remote)
+            try:
+                self.native.make_connection(remote, [self.backend])
+            except BaseException:
+                self.unlink(remote)
+                raise
+
+    def hold_link(self, remote: str) -> None:
+        """Count a link to a remote agent whose metadata is loaded."""
+        with self.lock:
+            self._links[remote] = self._links.get(remote, 0) + 1
+
+    def unlink(self, remote: str) -> None:
+        """End a link; with the last one the agents disconnect.  Never raises."""
+        with self.lock:
+            left = self._links.get(remote, 0) - 1
+            if left > 0:
+                self._links[remote] = left
+                return
+            if self._links.pop(remote, None) is None or self._agent is None:
+                return
+            try:
+                with mapped(f"disconnecting from agent {remote}", remote):
+                    self._agent.remove_remote_agent(remote)
+            except TransportError as error:
+                logger.info("%s", error)
+
+    # --- landing slots for beacons --------------------------------------------------------------------
+
+    def take_slot(self) -> tuple[int, npt.NDArray[np.uint8]]:
+        """Return a registered slot of 64 bytes: its number and its memory."""
+        with self.lock:
+            if not self._free_slots:
+                page = allocate_pages(_LANDING_BYTES)
+                self.register(Region.of(page))
+                n_slots = _LANDING_BYTES // BEACON_BYTES
+                self._free_slots.extend(range(len(self._landing) * n_slots, (len(self._landing) + 1) * n_slots))
+                self._landing.append(page)
+            slot = self._free_slots.pop()
+            page_at, at = divmod(slot * BEACON_BYTES, _LANDING_BYTES)
+            return slot, self._landing[page_at][at : at + BEACON_BYTES]
+
+    def return_slot(self, slot: int) -> None:
+        """Give a slot back; one that may still be written is never given back."""
+        with self.lock:
+            self._free_slots.append(slot)
+
+    # --- the end --------------------------------------------------------------------------------------
+
+    def destroy(self) -> None:
+        """Destroy the native agent.
+
+        Raises
+        ------
+        TransferError
+            If something still refers to it, so that it cannot be said that it writes no more.
+        """
+        with self.lock:
+            agent, self._agent = self._agent, None
+            if agent is None:
+                return
+            self._registered.clear()
+            self._links.clear()
+            gone = weakref.ref(agent.agent)
+            del agent
+            if gone() is not None:
+                gc.collect()
+            if gone() is not None:
+                raise TransferError(f"NIXL agent {self.name} is still referred to and cannot be destroyed")
+            self._landing.clear()
+            self._free_slots.clear()
+
+
+class NativeList:
+    """Both sides of a prepared list; closed with the last of its slices."""
+
+    __slots__ = ("_agent", "_local", "_open", "_remote")
+
+    def __init__(
+        self,
+        agent: Agent,
+        remote: str,
+        rows: tuple[U64, U64],
+        kinds: tuple[MemoryKind, MemoryKind],
+        n_slices: int,
+        peer: str,
+    ) -> None:
+        self._agent = agent
+        self._open = n_slices
+        with agent.lock, mapped(f"preparing {len(rows[0])} rows for peer {peer!r}", peer):
+            native, backends = agent.native, [agent.backend]
+            self._local: nixl_prepped_dlist_handle | None = native.prep_xfer_dlist(
+                "NIXL_INIT_AGENT", rows[0], kinds[0].upper(), backends
+            )
+            self._remote: nixl_prepped_dlist_handle | None = native.prep_xfer_dlist(
+                remote, rows[1], kinds[1].upper(), backends
+            )
+
+    def request(self, start: int, stop: int, peer: str) -> nixl_xfer_handle:
+        """Return a transfer request of the runs ``[start, stop)``."""
+        if self._local is None or self._remote is None:
+            raise TransferError(f"the list for peer {peer!r} is closed", peer=peer)
+        index = np.arange(start, stop, dtype=np.int32)
+        with self._agent.lock, mapped(f"building a request of {stop - start} runs for peer {peer!r}", peer):
+            return self._agent.native.make_prepped_xfer(
+                "READ", self._local, index, self._remote, index, b"", [self._agent.backend]
+            )
+
+    def slice_closed(self) -> None:
+        """Count a closed slice; the last one frees the lists.  Never raises."""
+        self._open -= 1
+        if self._open > 0:
+            return
+        with self._agent.lock:
+            for handle in (self._local, self._remote):
+                if handle is not None:
+                    with contextlib.suppress(Exception):
+                        handle.release()  # type: ignore[no-untyped-call]
+            self._local = self._remote = None
+
+
+class NixlSlice:
+    """Some runs of a prepared list as one transfer request.
+
+    Parameters
+    ----------
+    agent : Agent
+    lists : NativeList
+    start, stop : int
+        Range of runs.
+    peer : str
+        For messages.
+    """
+
+    __slots__ = ("_agent", "_flying", "_handle", "_lists", "_peer", "moved", "native_s")
+
+    def __init__(self, agent: Agent, lists: NativeList, start: int, stop: int, peer: str) -> None:
+        self._agent = agent
+        self._lists = lists
+        self._peer = peer
+        self._flying = False
+        self.moved = False
+        self.native_s = 0.0
+        self._handle: nixl_xfer_handle | None = lists.request(start, stop, peer)
+
+    @property
+    def flying(self) -> bool:
+        """Whether it was posted and has not been seen to end."""
+        return self._flying
+
+    def post(self) -> bool:
+        """See `Slice.post`."""
+        with self._agent.lock, mapped(f"posting a read from peer {self._peer!r}", self._peer):
+            self._flying = True
+            return self._is_done(self._agent.native.transfer(self._open()))
+
+    def poll(self) -> bool:
+        """See `Slice.poll`."""
+        with self._agent.lock, mapped(f"reading from peer {self._peer!r}", self._peer):
+            return self._is_done(self._agent.native.check_xfer_state(self._open()))
+
+    def _open(self) -> nixl_xfer_handle:
+        if self._handle is None:
+            raise TransferError(f"the list for peer {self._peer!r} is closed", peer=self._peer)
+        return self._handle
+
+    def _is_done(self, state: str) -> bool:
+        if state == "PROC":
+            return False
+        if state != "DONE":
+            raise TransferError(f"reading from peer {self._peer!r}: NIXL says {state!r}", peer=self._peer)
+        self._flying = False
+        if self._agent.telemetry:
+            self.native_s = self._agent.native.get_xfer_telemetry(self._open()).xferDuration / 1e6
+        return True
+
+    def close(self) -> None:
+        """See `Slice.close`."""
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        with self._agent.lock:
+            try:
+                handle.release()  # type: ignore[no-untyped-call]
+            except Exception as error:  # noqa: BLE001 - an active request: only the end of its agent frees it
+                logger.debug("releasing a request for peer %r: %s", self._peer, error)
+                handle._released = True
+        self._lists.slice_closed()
