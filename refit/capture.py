@@ -15,7 +15,7 @@ Writes carry the loader's program order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
@@ -66,6 +66,7 @@ class Recording:
     writes: list[Write] = field(default_factory=list)
     n_copies: int = 0
     mutated: set[str] = field(default_factory=set)
+    current: str = ""
     scratch: dict[str, str] = field(default_factory=dict)
 
     def materialised(self) -> tuple[frozenset[str], frozenset[str]]:
@@ -127,7 +128,7 @@ def record(
     recording = Recording()
     mode = _recorder_type()(recording, destinations)
     with mode:  # type: ignore[attr-defined]
-        loader((name, trace(name, dtype, shape)) for name, dtype, shape in manifest)
+        loader(_handed(recording, manifest))
     reached: set[str] = set()
     for write in recording.writes:
         reached |= {r.source for r in write.reads} | write.taint
@@ -142,6 +143,15 @@ def record(
     return recording
 
 
+def _handed(
+    recording: Recording, manifest: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Traced tensors one by one, noting which one the loader holds."""
+    for name, dtype, shape in manifest:
+        recording.current = name
+        yield name, trace(name, dtype, shape)
+
+
 @cache
 def _recorder_type() -> Callable[[Recording, Sequence[Destination]], object]:
     """The dispatch mode (made on first use, since torch is optional)."""
@@ -154,13 +164,25 @@ def _recorder_type() -> Callable[[Recording, Sequence[Destination]], object]:
     copies = {aten.clone.default, aten._to_copy.default, aten.lift_fresh_copy.default}
     fills = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
     joins = {aten.cat.default, aten.stack.default}
-    value_free = {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"}
+    value_free = {
+        "empty_like",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "new_empty",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty_strided",
+    }
     escapes = {"_local_scalar_dense", "is_nonzero", "equal", "item", "nonzero", "allclose"}
 
     def values(args: object, kwargs: object) -> list[torch.Tensor]:
         return [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
 
-    def written(func: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
+    def written(
+        func: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> list[torch.Tensor]:
         out: list[torch.Tensor] = []
         for i, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -182,13 +204,15 @@ def _recorder_type() -> Callable[[Recording, Sequence[Destination]], object]:
             for d in destinations:
                 self.by_storage.setdefault(d.storage_ptr, []).append(d)
             self.scratch_taint: dict[int, frozenset[str]] = {}
-            self.scratch_owner: list[torch.Tensor] = []  # keeps tainted scratch alive, so that its address is not reused
+            self.scratch_owner: list[
+                torch.Tensor
+            ] = []  # keeps tainted scratch alive, so that its address is not reused
 
         # -- what a tensor is
 
         def destination(self, tensor: torch.Tensor) -> tuple[Destination, Strided] | None:
             """The destination that holds ``tensor`` and the view of it that ``tensor`` is; None if it is elsewhere."""
-            if isinstance(tensor, made) or tensor.device.type == "meta" and tensor.untyped_storage().data_ptr() == 0:
+            if isinstance(tensor, made) or (tensor.device.type == "meta" and tensor.untyped_storage().data_ptr() == 0):
                 return None
             known = self.by_storage.get(tensor.untyped_storage().data_ptr())
             if known is None or tensor.numel() == 0:
@@ -260,13 +284,13 @@ def _recorder_type() -> Callable[[Recording, Sequence[Destination]], object]:
             if func in copies and same_dtype and (source := origins[id(tensors[0])]).storage is not None:
                 out = func(tensors[0].meta, **self.on_meta(kwargs))  # type: ignore[attr-defined]
                 return self.copied(out, [(tensors[0].meta, (0,) * out.dim(), source.storage)])  # type: ignore[attr-defined]
-            if func in joins and all(o.storage is not None for o in map(lambda t: origins.get(id(t), Origin(None)), tensors)):
+            if func in joins and all(
+                o.storage is not None for o in map(lambda t: origins.get(id(t), Origin(None)), tensors)
+            ):
                 return self.joined(func, args, kwargs, tensors)
             return self.compute(func, args, kwargs, names)
 
-        def compute(
-            self, func: torch._ops.OpOverload, args: object, kwargs: object, names: frozenset[str]
-        ) -> object:
+        def compute(self, func: torch._ops.OpOverload, args: object, kwargs: object, names: frozenset[str]) -> object:
             """Run for shapes only; the result depends on ``names``."""
             try:
                 out = func(*self.meta(args), **self.on_meta(self.meta(kwargs)))  # type: ignore[misc]
@@ -334,7 +358,13 @@ def _recorder_type() -> Callable[[Recording, Sequence[Destination]], object]:
             source = origins.get(id(value)) if isinstance(value, torch.Tensor) else None
             if func is aten.copy_.default or (func is aten.fill_.Tensor and source is not None):
                 self.recording.n_copies += 1
-                if source is not None and source.storage is not None and not source.taint:
+                if source is None and isinstance(value, torch.Tensor):
+                    element = self.uniform(value, target)
+                    if element is not None:
+                        self.recording.writes.append(Write(order, "constant", destination.name, view, value=element))
+                        return
+                    inputs |= frozenset((self.recording.current,)) - {""}
+                elif source is not None and source.storage is not None and not source.taint:
                     src = Strided.of(value.meta).expand(view.sizes)  # type: ignore[union-attr]
                     reads = resolve(source.storage, src, view)
                     self.recording.writes.append(Write(order, "copy", destination.name, view, tuple(reads)))
@@ -350,7 +380,8 @@ def _recorder_type() -> Callable[[Recording, Sequence[Destination]], object]:
 
         def wrap(self, out: object, origin: Origin) -> object:
             return pytree.tree_map(
-                lambda t: made(t, Origin(origin.storage, origin.taint)) if isinstance(t, torch.Tensor) else t, out  # type: ignore[call-arg,arg-type]
+                lambda t: made(t, Origin(origin.storage, origin.taint)) if isinstance(t, torch.Tensor) else t,
+                out,  # type: ignore[call-arg,arg-type]
             )
 
         def copied(self, out: torch.Tensor, parts: Sequence[tuple[torch.Tensor, tuple[int, ...], Storage]]) -> object:
@@ -363,7 +394,11 @@ def _recorder_type() -> Callable[[Recording, Sequence[Destination]], object]:
                     Piece(
                         tuple(start[d] for d in order),
                         tuple(strided.sizes[d] for d in order),
-                        Strided(strided.offset, tuple(strided.sizes[d] for d in order), tuple(strided.strides[d] for d in order)),
+                        Strided(
+                            strided.offset,
+                            tuple(strided.sizes[d] for d in order),
+                            tuple(strided.strides[d] for d in order),
+                        ),
                         storage,
                     )
                 )
@@ -371,7 +406,11 @@ def _recorder_type() -> Callable[[Recording, Sequence[Destination]], object]:
             return made(out, Origin(Storage(shape, pieces=tuple(pieces))))  # type: ignore[call-arg,arg-type]
 
         def joined(
-            self, func: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object], tensors: Sequence[torch.Tensor]
+            self,
+            func: torch._ops.OpOverload,
+            args: Sequence[object],
+            kwargs: Mapping[str, object],
+            tensors: Sequence[torch.Tensor],
         ) -> object:
             """``cat`` and ``stack`` of traced tensors of one dtype."""
             out: torch.Tensor = func(*self.meta(args), **self.meta(kwargs))  # type: ignore[misc]
@@ -410,6 +449,15 @@ def _recorder_type() -> Callable[[Recording, Sequence[Destination]], object]:
         @staticmethod
         def on_meta(kwargs: object) -> dict[str, object]:
             return {k: torch.device("meta") if k == "device" and v is not None else v for k, v in dict(kwargs).items()}  # type: ignore[call-overload]
+
+        @staticmethod
+        def uniform(value: torch.Tensor, target: torch.Tensor) -> bytes | None:
+            """One element's bytes in the target's dtype, if all of ``value`` are alike."""
+            raw = value.detach().to("cpu", target.dtype).contiguous().reshape(-1)
+            if not raw.numel():
+                return None
+            rows = raw.view(torch.uint8).view(raw.numel(), -1)
+            return bytes(rows[0].numpy().tobytes()) if bool((rows == rows[0]).all()) else None
 
         @staticmethod
         def element(value: object, target: torch.Tensor) -> bytes:

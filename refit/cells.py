@@ -80,7 +80,9 @@ def cell_pattern(extents: tuple[int, ...], dtype: str, bits: int) -> CellPattern
     n = outer * len(firsts)
     start, shape = np.zeros((n, ndim), np.int64), np.ones((n, ndim), np.int64)
     if ndim:
-        for d, column in enumerate(np.unravel_index(np.repeat(np.arange(outer), len(firsts)), extents[:dim] or (1,))[:dim]):
+        for d, column in enumerate(
+            np.unravel_index(np.repeat(np.arange(outer), len(firsts)), extents[:dim] or (1,))[:dim]
+        ):
             start[:, d] = column
         start[:, dim] = np.tile(firsts, outer)
         shape[:, dim] = np.tile(lengths, outer)

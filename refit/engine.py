@@ -62,6 +62,8 @@ class Captured:
         Sources that must be staged as real tensors, in the loader's order.
     loader_buffers
         Buffers that only the loader's run on the materialised sources writes.
+    loader_bytes
+        For each of them, how many of its bytes that run writes.
     unsupported
         Sources left out, with causes; empty unless the engine was told to allow them.
     """
@@ -71,6 +73,7 @@ class Captured:
     consumed: frozenset[str]
     materialised: tuple[str, ...] = ()
     loader_buffers: tuple[str, ...] = ()
+    loader_bytes: tuple[int, ...] = ()
     unsupported: tuple[Unsupported, ...] = field(default=())
 
 

@@ -205,9 +205,7 @@ def build_layout(
     return PackedLayout(part, grid, end, tuple(targets), tuple(wire), _replica_groups(part, grid))
 
 
-def _boxes(
-    tensor: LocalTensor, cuts: Sequence[Sequence[int]] | None
-) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _boxes(tensor: LocalTensor, cuts: Sequence[Sequence[int]] | None) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The global boxes that ``tensor`` is stored as."""
     if not cuts:
         return [(tensor.start, tensor.stop)]
@@ -215,9 +213,7 @@ def _boxes(
     for first, stop, at in zip(tensor.start, tensor.stop, cuts, strict=True):
         edges = sorted({first, stop, *(int(c) for c in at if first < int(c) < stop)})
         per_dim.append(list(itertools.pairwise(edges)) or [(first, stop)])
-    return [
-        (tuple(a for a, _ in box), tuple(b for _, b in box)) for box in itertools.product(*per_dim)
-    ]
+    return [(tuple(a for a, _ in box), tuple(b for _, b in box)) for box in itertools.product(*per_dim)]
 
 
 def _replica_groups(part: ShardPart, grid: CellGrid) -> dict[int, tuple[npt.NDArray[np.int64], bytes]]:
@@ -227,7 +223,12 @@ def _replica_groups(part: ShardPart, grid: CellGrid) -> dict[int, tuple[npt.NDAr
             rows_of.setdefault(group, []).append(row)
     made = {}
     for group, rows in rows_of.items():
-        rows.sort(key=lambda r: (part.tensors.name(int(part.tensor_id[r])), tuple(int(c[part.geometry_id[r]]) for c in part.geometries.start)))
+        rows.sort(
+            key=lambda r: (
+                part.tensors.name(int(part.tensor_id[r])),
+                tuple(int(c[part.geometry_id[r]]) for c in part.geometries.start),
+            )
+        )
         cells = np.concatenate([np.arange(grid.first[r], grid.first[r + 1]) for r in rows])
         made[group] = (cells, rows_root_key(part, rows))
     return made

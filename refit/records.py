@@ -215,7 +215,12 @@ def check_throughput(
     floor = settings.min_gbps()
     if floor and wire_bytes and rate < floor:
         slow = SlowThroughputRecord(
-            wire_bytes, round(wire_s, 6), round(rate, 3), floor, round(min(floor / max(rate, 1e-300), 1e308), 3), dict(context)
+            wire_bytes,
+            round(wire_s, 6),
+            round(rate, 3),
+            floor,
+            round(min(floor / max(rate, 1e-300), 1e308), 3),
+            dict(context),
         )
         emit(slow, logging.WARNING)
         return slow

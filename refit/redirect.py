@@ -82,7 +82,11 @@ def _redirector_type() -> Callable[[Sequence[Destination], Mapping[str, torch.Te
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     target = args[i] if i < len(args) else kwargs.get(argument.name)
                     for t in pytree.tree_leaves(target):
-                        if isinstance(t, torch.Tensor) and (d := self.find(t)) is not None and d.name not in self.shadows:
+                        if (
+                            isinstance(t, torch.Tensor)
+                            and (d := self.find(t)) is not None
+                            and d.name not in self.shadows
+                        ):
                             return target if len(returns) else None
             out = func(*pytree.tree_map(shadow, args), **pytree.tree_map(shadow, kwargs))
             return pytree.tree_map(lambda t: originals.get(id(t), t) if isinstance(t, torch.Tensor) else t, out)

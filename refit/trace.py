@@ -106,17 +106,15 @@ def resolve(storage: Storage, view: Strided, dst: Strided) -> list[AlignedRead]:
         )
         for box in aligned:
             if not here.pieces:
-                done.append(AlignedRead(here.source, box.start, box.step, box.count, box.dst_offset, box.dst_stride))
+                done.append(AlignedRead(here.source, box.start, box.step, box.counts, box.dst_offset, box.dst_stride))
                 continue
             for piece in here.pieces:
-                cut = _clip(box.start, box.step, box.count, piece)
+                cut = _clip(box.start, box.step, box.counts, piece)
                 if cut is None:
                     continue
                 first, count = cut
                 dst_offset = box.dst_offset + sum(k * s for k, s in zip(first, box.dst_stride, strict=True))
-                local = [
-                    a + st * k - p for a, st, k, p in zip(box.start, box.step, first, piece.start, strict=True)
-                ]
+                local = [a + st * k - p for a, st, k, p in zip(box.start, box.step, first, piece.start, strict=True)]
                 inner = Strided(
                     piece.view.offset + sum(c * s for c, s in zip(local, piece.view.strides, strict=True)),
                     count,

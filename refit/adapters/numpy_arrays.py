@@ -45,7 +45,12 @@ def local_tensors(
     >>> [t.stop for t in local_tensors({"w": np.zeros((2, 4))}, shapes={"w": (8, 4)}, starts={"w": (6, 0)})]
     [(8, 4)]
     """
-    for what, mapping in (("shapes", shapes), ("starts", starts), ("dtypes", dtypes), ("replica_groups", replica_groups)):
+    for what, mapping in (
+        ("shapes", shapes),
+        ("starts", starts),
+        ("dtypes", dtypes),
+        ("replica_groups", replica_groups),
+    ):
         for name in mapping or {}:
             if name not in arrays:
                 raise PublishError(f"{what} names {name!r}, which is no array given")

@@ -184,15 +184,14 @@ class ArrayEngine:
     # -- one piece
 
     @staticmethod
-    def _request(
-        piece: Take, source: SourceTensor, array: Array, buffer: int, name: str, order: int
-    ) -> ReadRequest:
+    def _request(piece: Take, source: SourceTensor, array: Array, buffer: int, name: str, order: int) -> ReadRequest:
         start, step, count, kept = _aligned(piece.index, source.shape, source.name)
         taken_shape = tuple(count[d] for d in kept)
         axes = piece.axes if piece.axes is not None else tuple(range(len(taken_shape)))
         if sorted(axes) != list(range(len(taken_shape))):
             raise TableError(
-                f"array {name!r}: axes {axes} do not permute the {len(taken_shape)} dims taken of {source.name!r}", tensor=source.name
+                f"array {name!r}: axes {axes} do not permute the {len(taken_shape)} dims taken of {source.name!r}",
+                tensor=source.name,
             )
         taken_shape = tuple(taken_shape[a] for a in axes)
         into_start, into_step, into_count, into_kept = _aligned(piece.into, array.shape, name)
@@ -235,10 +234,14 @@ def _aligned(
         if isinstance(part, slice):
             first, stop, by = part.indices(size)
             if by < 1:
-                raise TableError(f"index {index!r} of {name!r} dim {dim}: step {by}; expected 1 or more", tensor=name, dim=dim)
+                raise TableError(
+                    f"index {index!r} of {name!r} dim {dim}: step {by}; expected 1 or more", tensor=name, dim=dim
+                )
             if part.stop is not None and part.stop > size:
                 raise TableError(
-                    f"index {index!r} of {name!r} dim {dim}: stops at {part.stop}, the size is {size}", tensor=name, dim=dim
+                    f"index {index!r} of {name!r} dim {dim}: stops at {part.stop}, the size is {size}",
+                    tensor=name,
+                    dim=dim,
                 )
             n = len(range(first, stop, by))
             kept.append(dim)

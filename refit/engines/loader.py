@@ -129,7 +129,10 @@ class LoaderEngine:
         torch = require("torch", extra="torch")
         places = [p for p in places_of(self.model) if p.dense]
         typed = {p.name: torch.from_numpy(buffers[p.name]).view(p.tensor.dtype) for p in places if p.name in buffers}
-        weights = [(name, torch.from_numpy(raw).view(torch_dtype(s.dtype)).view(s.shape)) for name, raw, s in self._typed(sources)]
+        weights = [
+            (name, torch.from_numpy(raw).view(torch_dtype(s.dtype)).view(s.shape))
+            for name, raw, s in self._typed(sources)
+        ]
         with torch.no_grad():
             run_redirected(self._loader, weights, [p.destination() for p in places], typed)
 
@@ -182,20 +185,35 @@ def _captured(recording: Recording, sources: Mapping[str, SourceTensor], places:
         if write.destination not in by_loader:
             requests += _requests(write, sources, numbers[write.destination])
     table = ReadTable.build([places[name].buffer() for name in numbers], requests)
+    loaded = tuple(name for name in numbers if name in by_loader)
     return Captured(
         table,
         recording.n_copies,
         frozenset(consumed),
         tuple(name for name in sources if name in staged),
-        tuple(name for name in numbers if name in by_loader),
+        loaded,
+        tuple(_written_bytes(places[name], recording.writes) for name in loaded),
     )
+
+
+def _written_bytes(place: Place, writes: Sequence[Write]) -> int:
+    """Bytes of a parameter that some write covers."""
+    item = place.tensor.element_size()
+    seen = np.zeros(place.nbytes // item, np.bool_)
+    for write in writes:
+        if write.destination == place.name:
+            view = write.view
+            np.lib.stride_tricks.as_strided(seen[view.offset :], view.sizes, view.strides)[...] = True
+    return int(seen.sum()) * item
 
 
 def _requests(write: Write, sources: Mapping[str, SourceTensor], buffer: int) -> list[ReadRequest]:
     if write.kind == "constant":
         view = write.view
         return [
-            ReadRequest("", (), "", (), (), view.sizes, buffer, view.offset, view.strides, write.order, "constant", write.value)
+            ReadRequest(
+                "", (), "", (), (), view.sizes, buffer, view.offset, view.strides, write.order, "constant", write.value
+            )
         ]
     return [
         ReadRequest(

@@ -125,7 +125,9 @@ def places_of(model: torch.nn.Module) -> list[Place]:
     made = []
     for key, found in names.items():
         first = tensors[key][0]
-        order = tuple(sorted(range(first.dim()), key=lambda d, t=first: (-t.stride(d) if t.shape[d] > 1 else -math.inf, d)))
+        order = tuple(
+            sorted(range(first.dim()), key=lambda d, t=first: (-t.stride(d) if t.shape[d] > 1 else -math.inf, d))
+        )
         made.append(Place(found[0], tuple(found[1:]), tuple(tensors[key]), _is_dense(first, order), order))
     return made
 

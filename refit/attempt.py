@@ -1,0 +1,383 @@
+"""One refit of one rank, from the awaited version to the group's second decision.
+
+before the vote      discover, plan, read, verify: a failure votes no, releases lease and broken peers, and is raised
+the vote             an answer that is lost leaves the rank IN_DOUBT: it asks until it learns
+after COMMIT         install, check, report: a failure, here or on another rank, ends in QUARANTINED
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from reshard.refit.clock import StageClock
+from reshard.refit.deadline import Deadline
+from reshard.refit.errors import InDoubtError, QuarantinedError, RefitAborted, RefitTimeoutError
+from reshard.refit.lease import LeaseKeeper
+from reshard.refit.planning import Planned
+from reshard.refit.records import DiscoveryRecord, StagesRecord, check_throughput, emit, implied_gbps
+from reshard.refit.report import MemoryLedger, RefitReport, Verified
+from reshard.refit.stages import RefitStage, StageMachine
+from reshard.refit.waves import WireTotals
+from reshard.rendezvous.errors import RendezvousError
+from reshard.rendezvous.types import Decision, VersionKey
+from reshard.transports.errors import TransportError
+
+if TYPE_CHECKING:
+    from reshard.refit.receiver import Receiver
+    from reshard.rendezvous import Manifest
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["Attempt"]
+
+_GOODBYE_S = 5.0
+"""How long a failed refit may take to say no."""
+_ASK_S = 2.0
+"""How long one question for a lost decision may take."""
+
+
+class Attempt:
+    """State of one refit.
+
+    Parameters
+    ----------
+    receiver
+        Whose refit it is.
+    clock, deadline
+        Stage times; the one deadline.
+    only
+        Patterns of source names; empty takes all.
+    sentinel
+        Fill destinations before the read.
+    """
+
+    def __init__(
+        self, receiver: Receiver, clock: StageClock, deadline: Deadline, only: Sequence[str], sentinel: bool
+    ) -> None:
+        self._receiver = receiver
+        self._clock = clock
+        self._deadline = deadline
+        self._only = tuple(only)
+        self._sentinel = sentinel
+        self.machine = StageMachine()
+        self._manifest: Manifest | None = None
+        self._keeper: LeaseKeeper | None = None
+        self._planned: Planned | None = None
+        self._discovery: DiscoveryRecord | None = None
+        self._totals = WireTotals()
+        self._verified = Verified()
+        self._cold = False
+        self._before = receiver.reader.new_registrations
+
+    # -- the whole way
+
+    def run(self, version: Literal["latest"] | int | VersionKey, after: VersionKey | None) -> RefitReport:
+        """Discover, read, agree, install."""
+        try:
+            manifest = self._discover(version, after)
+            planned = self._prepare(manifest)
+            self._load(manifest, planned)
+            self._release()
+        except BaseException as error:
+            self._say_no(error)
+            raise
+        self.machine.advance(RefitStage.PREPARED)
+        decision = self._vote(manifest, planned)
+        self._decided(manifest, planned, decision, self._deadline)
+        return self._report(manifest, planned)
+
+    def settle(self, deadline: Deadline) -> None:
+        """Learn what was decided while this rank was in doubt, and act on it."""
+        manifest, planned = self._manifest, self._planned
+        if manifest is None or planned is None:
+            return
+        decision, outcome = self._ask(manifest, deadline)
+        if self.machine.stage is RefitStage.IN_DOUBT:
+            try:
+                self._decided(manifest, planned, decision, deadline)
+            except (RefitAborted, QuarantinedError) as error:
+                logger.warning("member %s: %s", self._receiver.member, error)
+        else:
+            self._finish(manifest, outcome)
+
+    # -- before the vote
+
+    def _discover(self, version: Literal["latest"] | int | VersionKey, after: VersionKey | None) -> Manifest:
+        r, clock = self._receiver, self._clock
+        clock.enter("discover")
+        manifest = r.rendezvous.await_version(
+            r.model,
+            group=r.group,
+            members=r.members,
+            member=r.member,
+            worker=r.worker(),
+            want=version,
+            after=after,
+            lease_ttl_s=r.lease_ttl_s,
+            transaction_timeout_s=r.transaction_timeout_s,
+            timeout_s=self._deadline.remaining("discover"),
+        )
+        self._manifest = manifest
+        self._keeper = LeaseKeeper(r.rendezvous, manifest.lease)
+        return manifest
+
+    def _prepare(self, manifest: Manifest) -> Planned:
+        r, clock = self._receiver, self._clock
+        planned, fresh = r.plan_for(manifest, self._only, clock, self._deadline)
+        self._planned = planned
+        clock.enter("certify")
+        self._discovery = r.discovery(manifest, planned, fresh, clock.seconds.get("discover", 0.0))
+        if fresh:
+            r.adopt(planned)
+        self.machine.advance(RefitStage.PREFLIGHTED)
+        clock.enter("connect")
+        records = [manifest.slot(h.name) for h in planned.plan.holders]
+        dialled = r.reader.links.ensure(records, self._deadline)
+        clock.enter("allocate")
+        r.reader.allocate()
+        self._cold = fresh or bool(dialled) or r.reader.new_registrations != self._before
+        return planned
+
+    def _load(self, manifest: Manifest, planned: Planned) -> None:
+        r, clock = self._receiver, self._clock
+        shadow = r.reader.shadow()
+        bound = r.reader.bind(manifest)
+        clock.enter("read")
+        if not self._sentinel:
+            r.seed(planned, shadow)
+        self._totals = r.reader.read(bound, manifest, self._deadline, sentinel=self._sentinel)
+        if self._keeper is not None:
+            self._keeper.check(manifest.version)
+        check_throughput(
+            self._totals.nbytes,
+            self._totals.seconds,
+            {"rank": r.rank, "member": r.member, "step": manifest.version.step, "epoch": manifest.version.epoch},
+        )
+        clock.enter("verify")
+        self._verified = Verified(received_bytes=self._totals.nbytes)
+        if planned.captured.materialised:
+            clock.enter("load")
+            r.run_loader(planned, shadow)
+        self.machine.advance(RefitStage.LOADED)
+
+    def _release(self) -> None:
+        self._clock.enter("release")
+        if self._keeper is not None:
+            self._keeper.release()
+
+    def _say_no(self, error: BaseException) -> None:
+        """Leave nothing behind: lease, broken peers, poisoned memory; and let the group abort."""
+        r = self._receiver
+        self._clock.stop()
+        self.machine.fail()
+        if isinstance(error, TransportError):
+            failed = {error.peer, *(n for n, state in error.failures.items() if state != "done")}
+            r.reader.links.release(failed)
+            r.reader.poisoned()
+        if self._keeper is not None:
+            self._keeper.release()
+        manifest = self._manifest
+        if manifest is not None:
+            reason = f"{type(error).__name__}: {error}"[:1000]
+            try:
+                r.rendezvous.vote(
+                    manifest.transaction,
+                    r.member,
+                    False,
+                    reason=reason,
+                    timeout_s=min(_GOODBYE_S, max(self._deadline.left_s, 1.0)),
+                )
+            except RendezvousError as other:
+                logger.warning("member %s could not say no to %s: %s", r.member, manifest.version, other)
+        self._emit_stages("aborted")
+
+    # -- the vote
+
+    def _vote(self, manifest: Manifest, planned: Planned) -> Decision:
+        r = self._receiver
+        self._clock.enter("vote")
+        try:
+            return r.rendezvous.vote(
+                manifest.transaction,
+                r.member,
+                True,
+                plan_digest=planned.plan.digest,
+                names_consumed=planned.consumed,
+                wire_bytes=self._totals.nbytes,
+                allow_unconsumed=r.allow_unconsumed,
+                timeout_s=self._deadline.remaining("vote"),
+            )
+        except (RendezvousError, RefitTimeoutError) as error:
+            self.machine.advance(RefitStage.IN_DOUBT)
+            r.set_state("in_doubt", None)
+            logger.warning("member %s voted yes on %s and lost the answer: %s", r.member, manifest.version, error)
+            try:
+                decision, _ = self._ask(manifest, self._deadline)
+            except InDoubtError as doubt:
+                self._emit_stages("in_doubt")
+                raise doubt from error
+            return decision
+
+    def _ask(self, manifest: Manifest, deadline: Deadline) -> tuple[Decision, Decision | None]:
+        """Ask until the first fact (or, after an install, the second) is known."""
+        r = self._receiver
+        last: RendezvousError | None = None
+        mutated = self.machine.mutated
+        while deadline.left_s > 0:
+            try:
+                decision, outcome = r.rendezvous.ask_decision(
+                    manifest.transaction, timeout_s=min(_ASK_S, max(deadline.left_s, 1e-3))
+                )
+            except RendezvousError as error:
+                last = error
+                r.pause(min(0.1, max(deadline.left_s, 0.0)))
+                continue
+            if decision is Decision.UNKNOWN:
+                return decision, Decision.QUARANTINE
+            if mutated and outcome in (Decision.SERVE, Decision.QUARANTINE):
+                return decision, outcome
+            if not mutated and decision in (Decision.COMMIT, Decision.ABORT):
+                return decision, outcome
+            r.pause(min(0.05, max(deadline.left_s, 0.0)))
+        raise InDoubtError(
+            f"member {r.member!r} voted yes on {manifest.version} and could not learn the decision within "
+            f"{deadline.timeout_s:g} s; it serves nothing new until Receiver.resolve does"
+        ) from last
+
+    # -- after it
+
+    def _decided(self, manifest: Manifest, planned: Planned, decision: Decision, deadline: Deadline) -> None:
+        r = self._receiver
+        if decision is Decision.ABORT:
+            self.machine.fail()
+            r.restore_state()
+            self._emit_stages("aborted")
+            reason = r.abort_reason(manifest.transaction)
+            raise RefitAborted(
+                f"the group did not take {manifest.version}: {reason}; the old weights serve",
+                failures={"group": reason},
+            )
+        if decision is not Decision.COMMIT:
+            self._quarantine(manifest, f"the decision on {manifest.version} is {decision.name}")
+        self.machine.advance(RefitStage.MUTATING)
+        r.set_state("changing", None)
+        try:
+            self._clock.enter("install")
+            r.install(planned)
+            self._clock.enter("check")
+            self.machine.advance(RefitStage.VERIFIED)
+        except BaseException as error:
+            self.machine.fail()
+            r.set_state("quarantined", None)
+            self._tell_installed(manifest, False, deadline)
+            self._emit_stages("quarantined")
+            if isinstance(error, Exception):
+                raise QuarantinedError(
+                    f"member {r.member!r} failed while installing {manifest.version}: {type(error).__name__}: {error}; "
+                    "it serves nothing until a refit completes"
+                ) from error
+            raise
+        self._clock.enter("serve")
+        outcome = self._tell_installed(manifest, True, deadline)
+        if outcome is None:
+            r.set_state("in_doubt", None)
+            _, outcome = self._ask(manifest, deadline)
+        self._finish(manifest, outcome)
+
+    def _finish(self, manifest: Manifest, outcome: Decision | None) -> None:
+        r = self._receiver
+        if outcome is Decision.SERVE:
+            self.machine.advance(RefitStage.PUBLISHED)
+            r.set_state("serving", manifest.version)
+            self._emit_stages("served")
+            return
+        self._quarantine(manifest, f"another member failed while installing {manifest.version}")
+
+    def _quarantine(self, manifest: Manifest, why: str) -> None:
+        r = self._receiver
+        if self.machine.stage is not RefitStage.ABORTING:
+            self.machine.advance(RefitStage.ABORTING)
+        self.machine.advance(RefitStage.QUARANTINED)
+        r.set_state("quarantined", None)
+        self._emit_stages("quarantined")
+        raise QuarantinedError(f"{why}; member {r.member!r} serves nothing until a refit completes")
+
+    def _tell_installed(self, manifest: Manifest, ok: bool, deadline: Deadline) -> Decision | None:
+        """Report the install; None where no answer came."""
+        r = self._receiver
+        left = max(deadline.left_s, _GOODBYE_S)
+        try:
+            return r.rendezvous.installed(manifest.transaction, r.member, ok, timeout_s=left)
+        except RendezvousError as error:
+            logger.warning("member %s could not report its install of %s: %s", r.member, manifest.version, error)
+            return None
+
+    # -- what it was
+
+    def _report(self, manifest: Manifest, planned: Planned) -> RefitReport:
+        r = self._receiver
+        discovery = self._discovery
+        if discovery is None:
+            raise RefitTimeoutError("no discovery")
+        plan = planned.plan
+        return RefitReport(
+            version=manifest.version,
+            member=r.member,
+            cold=self._cold,
+            mode="shadow",
+            certificate=plan.certificate,
+            coverage=planned.coverage,
+            discovery=discovery,
+            stages=dict(self._clock.stop()),
+            useful_bytes=plan.economics.useful_bytes,
+            wire_bytes=self._totals.nbytes,
+            wire_s=self._totals.seconds,
+            n_descriptors=self._totals.n_descriptors,
+            verified=self._verified,
+            ledger=self._ledger(planned),
+            new_registrations=r.reader.new_registrations - self._before,
+            plan_digest=plan.digest,
+        )
+
+    def _ledger(self, planned: Planned) -> MemoryLedger:
+        plan = planned.plan
+        total = int(plan.buffer_bytes.sum())
+        return MemoryLedger(
+            planned.coverage.engine_bytes,
+            total - planned.materialised_bytes,
+            plan.staging_bytes,
+            planned.materialised_bytes,
+        )
+
+    def _emit_stages(self, outcome: str) -> None:
+        r, manifest, planned = self._receiver, self._manifest, self._planned
+        if manifest is None:
+            return
+        seconds = {k: round(v, 6) for k, v in self._clock.stop().items()}
+        rate = implied_gbps(self._totals.nbytes, self._totals.seconds)
+        emit(
+            StagesRecord(
+                rank=r.rank,
+                member=r.member,
+                model=r.model,
+                epoch=manifest.version.epoch,
+                step=manifest.version.step,
+                mode="shadow",
+                cold=self._cold,
+                outcome=outcome,
+                stages_s=seconds,
+                total_s=round(sum(seconds.values()), 6),
+                useful_bytes=planned.plan.economics.useful_bytes if planned is not None else 0,
+                wire_bytes=self._totals.nbytes,
+                verified_bytes=self._verified.verified_bytes,
+                received_bytes=self._verified.received_bytes,
+                descriptors=self._totals.n_descriptors,
+                wire_s=round(self._totals.seconds, 6),
+                implied_gbps=round(min(rate, 1e308), 3),
+                new_registrations=r.reader.new_registrations - self._before,
+                failovers=0,
+            ),
+            logging.INFO if outcome == "served" else logging.WARNING,
+        )

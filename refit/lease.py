@@ -1,0 +1,90 @@
+"""Keep a version's memory in place while it is read: renew the lease, know when it ended, release it once.
+
+On the reader's clock a lease ends at the last renewal's *sending* + TTL - margin. A thread renews it at a third of its TTL; `check` is
+called after the last read and refuses bytes that were read past the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from reshard.refit.errors import TornReadError
+from reshard.rendezvous.errors import LeaseError, RendezvousError
+
+if TYPE_CHECKING:
+    from reshard.rendezvous import Lease, Rendezvous
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["LeaseKeeper"]
+
+
+class LeaseKeeper:
+    """Renews one lease until it is released.
+
+    Parameters
+    ----------
+    margin_s
+        How long before the service the reader takes the lease as ended; a tenth of the TTL, at least 50 ms, by default.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, lease: Lease, *, margin_s: float | None = None) -> None:
+        self._rendezvous = rendezvous
+        self._lease = lease
+        self._margin_s = max(lease.ttl_s / 10, 0.05) if margin_s is None else margin_s
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._released = False
+        self._thread = threading.Thread(target=self._renew, name="reshard-lease", daemon=True)
+        self._thread.start()
+
+    @property
+    def lease(self) -> Lease:
+        """The lease as last renewed."""
+        with self._lock:
+            return self._lease
+
+    def check(self, version: object) -> None:
+        """Renew once more, after the last read.
+
+        Raises
+        ------
+        TornReadError
+            If the lease had ended: the memory may have been overwritten since.
+        """
+        lease = self.lease
+        left = lease.remaining_s(time.monotonic(), margin_s=self._margin_s)
+        if left <= 0:
+            raise TornReadError(
+                f"the lease on {version} ended {-left:.3f} s before the last read did (ttl {lease.ttl_s:g} s, "
+                f"margin {self._margin_s:g} s); what was read after that may have been overwritten"
+            )
+        try:
+            self._rendezvous.renew_lease(lease)
+        except LeaseError as error:
+            raise TornReadError(f"the lease on {version} ended before the last read did: {error}") from error
+
+    def release(self) -> None:
+        """Stop renewing and release; idempotent. A service that is out of reach lets it expire."""
+        self._stop.set()
+        self._thread.join(timeout=5.0)
+        if self._released:
+            return
+        self._released = True
+        try:
+            self._rendezvous.release_lease(self.lease)
+        except RendezvousError as error:
+            logger.debug("releasing lease %s: %s", self.lease.id, error)
+
+    def _renew(self) -> None:
+        while not self._stop.wait(self.lease.ttl_s / 3):
+            try:
+                renewed = self._rendezvous.renew_lease(self.lease)
+            except RendezvousError as error:
+                logger.debug("renewing lease %s: %s", self.lease.id, error)
+                continue
+            with self._lock:
+                self._lease = renewed

@@ -1,0 +1,95 @@
+"""Which peers is a receiver connected to? One connection a holder, made when first needed and kept until it must not be used.
+
+A link is good for one process life and one region table of its holder: a slot filled by another worker, or with another endpoint
+message, is dialled anew, and the old peer is released first. A holder's name is claimed by the transport before it is dialled, so a
+holder that was never acquired is never released.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from reshard.refit.deadline import Deadline
+from reshard.refit.errors import RefitError
+
+if TYPE_CHECKING:
+    from reshard.rendezvous.types import SlotRecord
+    from reshard.transports.base import Peer, Transport
+
+__all__ = ["Links"]
+
+
+@dataclass(slots=True)
+class _Link:
+    peer: Peer
+    worker_id: str
+    endpoint: bytes
+
+
+class Links:
+    """Peers by holder name.
+
+    Parameters
+    ----------
+    on_release
+        Told the holder's name before its peer is closed, so that prepared lists are freed first.
+    """
+
+    def __init__(self, transport: Transport, on_release: Callable[[str], None]) -> None:
+        self._transport = transport
+        self._on_release = on_release
+        self._links: dict[str, _Link] = {}
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def names(self) -> tuple[str, ...]:
+        """Holders connected now."""
+        return tuple(self._links)
+
+    def peer(self, holder: str) -> Peer:
+        """The connected peer of a holder."""
+        return self._links[holder].peer
+
+    def ensure(self, records: Sequence[SlotRecord], deadline: Deadline) -> tuple[str, ...]:
+        """Connect to exactly these holders; returns the names dialled now.
+
+        Raises
+        ------
+        RefitError
+            If a holder offers no endpoint for this transport.
+        TransportError
+            If one cannot be reached; those connected before stay.
+        """
+        wanted = {record.slot: record for record in records}
+        self.release(name for name in tuple(self._links) if name not in wanted)
+        dialled: list[str] = []
+        for name, record in wanted.items():
+            endpoint = record.endpoints.get(self._transport.name)
+            if endpoint is None:
+                raise RefitError(
+                    f"holder {name!r} offers transports {sorted(record.endpoints)}, this receiver uses {self._transport.name!r}"
+                )
+            link = self._links.get(name)
+            if link is not None:
+                if link.worker_id == record.worker_id and link.endpoint == endpoint:
+                    continue
+                self.release((name,))
+            peer = self._transport.connect(endpoint, timeout_s=deadline.remaining("connect"), name=name)
+            self._links[name] = _Link(peer, record.worker_id, endpoint)
+            dialled.append(name)
+        return tuple(dialled)
+
+    def release(self, names: Iterable[str]) -> None:
+        """Close some peers; names that are not connected are left alone."""
+        for name in tuple(names):
+            link = self._links.pop(name, None)
+            if link is not None:
+                self._on_release(name)
+                link.peer.close()
+
+    def close(self) -> None:
+        """Close all peers."""
+        self.release(tuple(self._links))

@@ -1,0 +1,267 @@
+"""From a manifest and an engine to a plan that may be executed: capture, plan, certify, and say how much of the engine it covers.
+
+1. Merge the slots' parts into one shard table; the capture sees its tensors.
+2. Plan the captured requests (or those of ``only=``).
+3. Coverage in bytes of the engine, from the certificate: what is written, filled, part written and never written. The record is emitted
+   before an incomplete plan is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from reshard.planner import Buffer, ReadRequest, ReadTable, ShardTable, plan
+from reshard.planner.dtypes import dtype as parse_dtype
+from reshard.planner.errors import CoverageError
+from reshard.refit import settings
+from reshard.refit.engine import Captured, EngineParameter
+from reshard.refit.errors import IncompleteRefit, StagingBudgetError
+from reshard.refit.records import CoverageRecord, emit
+from reshard.refit.tensors import SourceTensor
+
+if TYPE_CHECKING:
+    from reshard.planner import Plan, PlanOptions, ShardPart
+    from reshard.rendezvous.types import Manifest
+
+MATERIALISED = "materialised:"
+"""Prefix of the names of buffers that stage a source for the loader."""
+
+__all__ = ["MATERIALISED", "Gate", "Planned", "manifest_of", "plan_refit", "topology_digest"]
+
+_SAMPLE = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """The coverage gate; None reads the environment at call time."""
+
+    required: bool | None = None
+    floor: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan in force, and what it was made from.
+
+    Attributes
+    ----------
+    consumed
+        Published names that this member accounts for in its vote: those its requests take, and those that ``only=`` leaves out.
+    seeded
+        Buffers that must first be filled with the live bytes, since the plan writes them in part.
+    """
+
+    plan: Plan
+    captured: Captured
+    sources: ShardTable
+    coverage: CoverageRecord
+    consumed: tuple[str, ...]
+    seeded: tuple[str, ...]
+    materialised_buffers: tuple[str, ...]
+    topology: bytes
+
+    @property
+    def materialised_bytes(self) -> int:
+        """Bytes of the sources staged whole for the loader."""
+        sizes = dict(zip(self.plan.buffers.names_list, self.plan.buffer_bytes.tolist(), strict=True))
+        return sum(sizes[n] for n in self.materialised_buffers)
+
+
+def topology_digest(manifest: Manifest, only: Sequence[str], options: PlanOptions) -> bytes:
+    """What a plan depends on besides the engine, as 32 bytes: tables of all slots, selection and options."""
+    hasher = hashlib.sha256()
+    for record in sorted(manifest.slots, key=lambda r: r.slot):
+        hasher.update(repr((record.slot, record.host, record.memory, record.device, record.empty)).encode())
+        hasher.update(record.table_digest)
+    hasher.update(repr((sorted(only), options)).encode())
+    return hasher.digest()
+
+
+def manifest_of(sources: ShardTable) -> list[SourceTensor]:
+    """The published tensors, as a capture sees them."""
+    table = sources.tensors
+    return [
+        SourceTensor(name, table.dtype_label(i), table.shape_of(i), table.axes.get(i))
+        for i, name in enumerate(table.names_list)
+    ]
+
+
+def plan_refit(
+    captured: Captured,
+    sources: ShardTable,
+    parameters: Sequence[EngineParameter],
+    options: PlanOptions,
+    *,
+    only: Sequence[str] = (),
+    gate: Gate,
+    rank: int,
+    topology: bytes,
+) -> Planned:
+    """Plan, certify and gate.
+
+    Raises
+    ------
+    CoverageError, OverlapError, ConflictError, PlanError
+        What the planner refuses; a record with ``fallback`` set is emitted for a coverage error.
+    IncompleteRefit
+        If the gate is on and the coverage is under its floor.
+    """
+    staged = [n for n in captured.materialised if not only or any(fnmatchcase(n, p) for p in only)]
+    reads = captured.reads.only(list(only)) if only else captured.reads
+    if staged:
+        reads = ReadTable.concat([reads, _staged_reads(staged, sources, options)])
+    try:
+        made = plan(sources, reads, options)
+    except CoverageError:
+        emit(_refused_record(captured, parameters, rank), logging.WARNING)
+        raise
+    record, seeded = _coverage(made, captured, parameters, rank, partial=bool(only))
+    complete = record.params_never_written == 0 and record.params_part_written == 0 and record.unsupported == 0
+    emit(record, logging.INFO if complete else logging.WARNING)
+    _check_gate(record, gate)
+    names = sources.tensors.names_list
+    left_out = [n for n in names if only and not any(fnmatchcase(n, p) for p in only)]
+    consumed = tuple(sorted({*captured.consumed, *left_out}))
+    return Planned(made, captured, sources, record, consumed, seeded, tuple(MATERIALISED + n for n in staged), topology)
+
+
+def _staged_reads(names: Sequence[str], sources: ShardTable, options: PlanOptions) -> ReadTable:
+    """Requests that stage whole sources for the loader, each in a buffer of its own.
+
+    Raises
+    ------
+    StagingBudgetError
+        A source that is larger than the staging budget.
+    """
+    buffers, requests = [], []
+    for name in names:
+        i = sources.tensors.index(name)
+        shape, label = sources.tensors.shape_of(i), sources.tensors.dtype_label(i)
+        nbytes = parse_dtype(label).nbytes(math.prod(shape))
+        if nbytes > options.staging_bytes:
+            raise StagingBudgetError(
+                f"tensor {name!r}: the loader computes with its values, so its {nbytes} bytes must be staged; the budget is "
+                f"{options.staging_bytes} bytes (PlanOptions.staging_bytes)"
+            )
+        strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+        zeros, ones = (0,) * len(shape), (1,) * len(shape)
+        requests.append(ReadRequest(name, shape, label, zeros, ones, shape, len(buffers), 0, strides))
+        buffers.append(Buffer(MATERIALISED + name, shape, label))
+    return ReadTable.build(buffers, requests)
+
+
+def _coverage(
+    made: Plan, captured: Captured, parameters: Sequence[EngineParameter], rank: int, *, partial: bool
+) -> tuple[CoverageRecord, tuple[str, ...]]:
+    certificate, economics = made.certificate, made.economics
+    names = made.buffers.names_list
+    written = dict(zip(names, certificate.buffer_written_bytes.tolist(), strict=True))
+    filled = dict(zip(names, certificate.buffer_filled_bytes.tolist(), strict=True))
+    by_loader = dict(zip(captured.loader_buffers, captured.loader_bytes, strict=True)) if not partial else {}
+    never, part, dest_bytes, filled_bytes = [], [], 0, 0
+    for p in parameters:
+        wrote, fill = by_loader.get(p.name, written.get(p.name, 0)), filled.get(p.name, 0)
+        got = wrote + fill
+        dest_bytes += wrote
+        filled_bytes += fill
+        if got == 0 and p.nbytes:
+            never.append(p.name)
+        elif got < p.nbytes:
+            part.append(p.name)
+    engine_bytes = sum(p.nbytes for p in parameters)
+    causes = Counter(u.cause for u in captured.unsupported)
+    record = CoverageRecord(
+        rank=rank,
+        params_installed=len(parameters) - len(never),
+        engine_params=len(parameters),
+        dest_bytes=dest_bytes,
+        filled_bytes=filled_bytes,
+        engine_bytes=engine_bytes,
+        coverage_pct=round(100.0 * (dest_bytes + filled_bytes) / engine_bytes, 4) if engine_bytes else 0.0,
+        params_never_written=len(never),
+        params_never_written_sample=tuple(sorted(never)[:_SAMPLE]),
+        params_part_written=len(part),
+        params_part_written_sample=tuple(sorted(part)[:_SAMPLE]),
+        copies_captured=captured.n_copies,
+        unsupported=len(captured.unsupported),
+        unsupported_sample=tuple(f"{u.source}: {u.cause}"[:120] for u in captured.unsupported[:_SAMPLE]),
+        unsupported_causes=tuple(causes.most_common()),
+        planned_wire_bytes=economics.wire_bytes,
+        extra_wire_bytes=economics.wire_bytes - economics.useful_bytes,
+        descriptors=economics.n_descriptors,
+        descriptor_savings=economics.descriptor_savings,
+        full_pull_sources=economics.full_pull_sources,
+        unbounded_sources=0,
+        converts=economics.converts,
+        fallback="",
+    )
+    sizes = dict(zip(names, made.buffer_bytes.tolist(), strict=True))
+    loaded = set(captured.loader_buffers)
+    staged = [n.startswith(MATERIALISED) for n in names]
+    seeded = [
+        n for n, s in zip(names, staged, strict=True) if not s and (n in loaded or written[n] + filled[n] < sizes[n])
+    ]
+    return record, tuple(seeded)
+
+
+def _refused_record(captured: Captured, parameters: Sequence[EngineParameter], rank: int) -> CoverageRecord:
+    """The record of a plan that was refused for a gap: nothing is installed."""
+    names = sorted(p.name for p in parameters)
+    blank = CoverageRecord(
+        rank,
+        0,
+        len(parameters),
+        0,
+        0,
+        sum(p.nbytes for p in parameters),
+        0.0,
+        len(names),
+        tuple(names[:_SAMPLE]),
+        0,
+        (),
+        captured.n_copies,
+        0,
+        (),
+        (),
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        "",
+    )
+    return replace(blank, fallback="refused")
+
+
+def _check_gate(record: CoverageRecord, gate: Gate) -> None:
+    if not settings.require_full_coverage(gate.required):
+        return
+    floor = settings.coverage_floor(gate.floor)
+    if record.coverage_pct >= floor * 100:
+        return
+    sample = ", ".join(record.params_never_written_sample or record.params_part_written_sample)
+    raise IncompleteRefit(
+        f"coverage {record.coverage_pct:.4f} % of bytes is under the floor of {floor * 100:g} %: {record.params_never_written} of "
+        f"{record.engine_params} parameters are never written and {record.params_part_written} in part ({sample}). No digest sees this: "
+        "bytes that are never requested are never checked",
+        coverage_pct=record.coverage_pct,
+        never_written=record.params_never_written_sample,
+    )
+
+
+def with_holders(manifest: Manifest, parts: dict[bytes, ShardPart]) -> ShardTable:
+    """The slots' parts as one table, each under its slot's name."""
+    from reshard.planner import Holder
+
+    return ShardTable(
+        parts[r.table_digest].with_holder(Holder(r.slot, r.host, r.memory, r.device)) for r in manifest.slots
+    )

@@ -1,0 +1,346 @@
+"""Everything that a receiver keeps between refits to read a plan: arenas, peers, prepared lists.
+
+1. `Reader.adopt` takes a plan: arenas for its shadow buffers, its staging, and the holders' headers and digests.
+2. `Reader.bind` turns plan, region bases of a version and the current shadow arena into prepared lists, kept by (arena, bases), so that
+   a publisher with two buffers and a receiver with two arenas end up with four sets and no more work.
+3. `Reader.read` reads headers, all waves with their local copies and the digests, and headers again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.planner.execute import run_copies, run_fills
+from reshard.refit.arena import SENTINEL, Arena
+from reshard.refit.deadline import Deadline
+from reshard.refit.digests import DIGEST_BYTES
+from reshard.refit.errors import RefitError, TornReadError
+from reshard.refit.header import HEADER_BYTES, Header
+from reshard.refit.links import Links
+from reshard.refit.planning import MATERIALISED
+from reshard.refit.waves import WireTotals, read_waves
+
+if TYPE_CHECKING:
+    from reshard.planner import Plan
+    from reshard.rendezvous.types import Manifest, SlotRecord
+    from reshard.transports.base import Prepared, Transport
+
+__all__ = ["Bound", "Reader"]
+
+U8 = npt.NDArray[np.uint8]
+U64 = npt.NDArray[np.uint64]
+Int64 = npt.NDArray[np.int64]
+
+_KEPT_BINDINGS = 8
+
+
+@dataclass(slots=True)
+class Bound:
+    """Prepared lists for one version's bases and one shadow arena."""
+
+    waves: list[list[Prepared]]
+    before: list[Prepared]
+    beside: list[Prepared]
+    after: list[Prepared]
+
+    def close(self) -> None:
+        """Free the lists."""
+        for prepared in (p for group in (*self.waves, self.before, self.beside, self.after) for p in group):
+            prepared.close()
+
+
+class Reader:
+    """Reads one plan, again and again.
+
+    Parameters
+    ----------
+    transport
+        Stays the caller's.
+    swaps
+        Whether the engine keeps the buffers it installs, so that two shadow arenas alternate.
+    on_allocate
+        Told the name (``shadow``, ``staging``, ``meta``) and bytes of each allocation.
+    """
+
+    def __init__(
+        self, transport: Transport, *, swaps: bool, on_allocate: Callable[[str, int], None] | None = None
+    ) -> None:
+        self._transport = transport
+        self._swaps = swaps
+        self._on_allocate = on_allocate
+        self.links = Links(transport, self._forget)
+        self._plan: Plan | None = None
+        self._holders: tuple[str, ...] = ()
+        self._n_cells: dict[str, int] = {}
+        self._shadows: list[Arena] = []
+        self._current = 0
+        self._staging: Arena | None = None
+        self._meta: Arena | None = None
+        self._loader: Arena | None = None
+        self._staged_names: frozenset[str] = frozenset()
+        self._bindings: OrderedDict[tuple[int, bytes], Bound] = OrderedDict()
+        self.new_registrations = 0
+
+    # -- memory
+
+    def adopt(self, plan: Plan, n_cells: Mapping[str, int], materialised: Sequence[str] = ()) -> None:
+        """Take a new plan and let go of everything that belongs to the old one.
+
+        Parameters
+        ----------
+        n_cells
+            By holder the number of its digests; 0 where digests are not wanted.
+        materialised
+            Buffers that stage sources for the loader; they are no part of the shadow arenas.
+        """
+        before = self._sizes(shadow=True) if self._plan is not None else None
+        self._drop_bindings()
+        self._drop("staging", "meta", "loader")
+        self._plan = plan
+        self._staged_names = frozenset(materialised)
+        if self._sizes(shadow=True) != before:
+            self._drop("shadow")
+        self._holders = tuple(h.name for h in plan.holders)
+        self._n_cells = dict(n_cells)
+
+    def allocate(self) -> None:
+        """Allocate and register what is not there yet."""
+        if (self._swaps and self._current >= len(self._shadows)) or not self._shadows:
+            self._shadows.append(self._arena("shadow", self._sizes(shadow=True)))
+        staging_bytes = self._required_plan().staging_bytes
+        if self._staging is None and staging_bytes:
+            self._staging = self._arena("staging", {"staging": staging_bytes})
+        if self._loader is None and self._staged_names:
+            self._loader = self._arena("loader", self._sizes(shadow=False))
+        if self._meta is None and self._holders:
+            sizes: dict[str, int] = {}
+            for name in self._holders:
+                sizes[f"before\0{name}"] = HEADER_BYTES
+                sizes[f"after\0{name}"] = HEADER_BYTES
+                sizes[f"digests\0{name}"] = self._n_cells.get(name, 0) * DIGEST_BYTES
+            self._meta = self._arena("meta", sizes)
+
+    def shadow(self) -> Arena:
+        """The arena that the next read fills."""
+        return self._shadows[self._current]
+
+    def turn(self) -> None:
+        """The engine now serves from the current arena: fill the other one next."""
+        if self._swaps:
+            self._current = 1 - self._current
+            if self._current >= len(self._shadows):
+                self._shadows.append(self._arena("shadow", self._sizes(shadow=True)))
+
+    def materialised(self, names: Sequence[str]) -> dict[str, U8]:
+        """The staged sources, by published name."""
+        return (
+            {n.removeprefix(MATERIALISED): self._loader.buffers[n] for n in names} if self._loader is not None else {}
+        )
+
+    @property
+    def staging(self) -> U8:
+        """The staging arena's bytes (empty where the plan stages nothing)."""
+        return self._staging.memory if self._staging is not None else np.zeros(0, np.uint8)
+
+    def digests(self, holder: str) -> U64:
+        """The digests read of one holder: uint64[n_cells, 2]."""
+        if self._meta is None:
+            return np.zeros((0, 2), np.uint64)
+        return self._meta.buffers[f"digests\0{holder}"].view("<u8").reshape(-1, 2)
+
+    # -- reading
+
+    def bind(self, manifest: Manifest, local_memory: str = "dram", local_device: int = 0) -> Bound:
+        """Prepared lists for this version; made once for each (arena, region bases)."""
+        plan = self._required_plan()
+        records = [manifest.slot(name) for name in self._holders]
+        for record, holder in zip(records, plan.holders, strict=True):
+            self._check_regions(record, plan, holder.name)
+        key = (self._current, hashlib.sha256(b"".join(r.region_bases.tobytes() for r in records)).digest())
+        bound = self._bindings.get(key)
+        if bound is not None:
+            self._bindings.move_to_end(key)
+            return bound
+        relative = plan.bind(
+            {r.slot: r.region_bases for r in records},
+            np.array([b.ctypes.data for b in self._buffers()], np.uint64),
+            self._staging.base if self._staging is not None else 0,
+            strided=False,
+            local_device=local_device,
+            local_memory=local_memory,
+        )
+        made = Bound([], [], [], [])
+        try:
+            for wave in relative.waves:
+                lists: list[Prepared] = []
+                made.waves.append(lists)
+                for rows in wave:
+                    peer = self.links.peer(rows.holder.name)
+                    lists.append(self._transport.prepare(peer, rows.local, rows.remote))
+            for record in records:
+                self._prepare_meta(record, made)
+        except BaseException:
+            made.close()
+            raise
+        self._bindings[key] = made
+        while len(self._bindings) > _KEPT_BINDINGS:
+            self._bindings.popitem(last=False)[1].close()
+        return made
+
+    def read(self, bound: Bound, manifest: Manifest, deadline: Deadline, *, sentinel: bool = False) -> WireTotals:
+        """Read a version into the current shadow arena.
+
+        Raises
+        ------
+        TornReadError
+            If a holder's header is not of this version, before or after.
+        TransportError
+            The first failure of a peer, with every peer's state.
+        """
+        plan = self._required_plan()
+        buffers = self._buffers()
+        if sentinel:
+            for buffer in buffers:
+                buffer[:] = SENTINEL
+        read_waves(self._transport, [bound.before], lambda k: None, deadline)
+        first = self._headers("before", manifest)
+        run_fills(plan, buffers)
+        waves = [list(w) for w in bound.waves] or [[]]
+        waves[0] = [*waves[0], *bound.beside]
+        staging = self.staging
+        totals = read_waves(
+            self._transport,
+            waves,
+            lambda k: run_copies(plan, k, staging, buffers) if k < len(bound.waves) else None,
+            deadline,
+        )
+        read_waves(self._transport, [bound.after], lambda k: None, deadline)
+        last = self._headers("after", manifest)
+        for name, header in first.items():
+            if last[name] != header:
+                raise TornReadError(
+                    f"holder {name!r}: its buffer was written during the read (sequence {header.sequence} -> {last[name].sequence})"
+                )
+        return totals
+
+    def poisoned(self) -> None:
+        """After an abandoned read: give up memory that a late write may still change."""
+        regions = self._transport.quarantined()
+        if not regions:
+            return
+        self._drop_bindings()
+        hit = [
+            arena
+            for arena in (*self._shadows, self._staging, self._meta, self._loader)
+            if arena is not None and any(r.address < arena.base + arena.nbytes and arena.base < r.stop for r in regions)
+        ]
+        if any(a in hit for a in self._shadows):
+            # The arena that the engine serves from was not read into and stays with the engine, which holds its memory.
+            self._drop("shadow")
+        if self._staging in hit:
+            self._drop("staging")
+        if self._meta in hit:
+            self._drop("meta")
+        if self._loader in hit:
+            self._drop("loader")
+
+    def close(self) -> None:
+        """Free lists, peers, registrations and memory, in this order. The engine keeps what it serves from."""
+        self._drop_bindings()
+        self.links.close()
+        self._drop("staging", "meta", "loader", "shadow")
+        self._plan = None
+
+    # -- helpers
+
+    def _required_plan(self) -> Plan:
+        if self._plan is None:
+            raise RefitError("the reader has no plan")
+        return self._plan
+
+    def _sizes(self, *, shadow: bool) -> dict[str, int]:
+        """Bytes of the shadow buffers, or of the loader's sources."""
+        plan = self._required_plan()
+        sizes = zip(plan.buffers.names_list, plan.buffer_bytes.tolist(), strict=True)
+        return {name: size for name, size in sizes if (name in self._staged_names) != shadow}
+
+    def _buffers(self) -> list[U8]:
+        """All destination buffers in the plan's order."""
+        found = {**self.shadow().buffers, **(self._loader.buffers if self._loader is not None else {})}
+        return [found[name] for name in self._required_plan().buffers.names_list]
+
+    def _arena(self, what: str, sizes: Mapping[str, int]) -> Arena:
+        hook = self._on_allocate
+        made = Arena(self._transport, sizes, on_allocate=(lambda n: hook(what, n)) if hook is not None else None)
+        self.new_registrations += 1
+        return made
+
+    def _drop(self, *what: str) -> None:
+        if "shadow" in what:
+            shadows, self._shadows, self._current = self._shadows, [], 0
+            for arena in shadows:
+                arena.close()
+        if "staging" in what and self._staging is not None:
+            self._staging.close()
+            self._staging = None
+        if "loader" in what and self._loader is not None:
+            self._loader.close()
+            self._loader = None
+        if "meta" in what and self._meta is not None:
+            self._meta.close()
+            self._meta = None
+
+    def _drop_bindings(self) -> None:
+        while self._bindings:
+            self._bindings.popitem()[1].close()
+
+    def _forget(self, holder: str) -> None:
+        """A peer is about to be released: no prepared list may outlive it."""
+        del holder
+        self._drop_bindings()
+
+    @staticmethod
+    def _check_regions(record: SlotRecord, plan: Plan, holder: str) -> None:
+        index = [h.name for h in plan.holders].index(holder)
+        expected = np.asarray(plan.region_bytes[index])
+        if record.region_bytes.shape != expected.shape or bool((record.region_bytes != expected).any()):
+            raise RefitError(
+                f"holder {holder!r}: its version names regions of {record.region_bytes.tolist()} bytes, its table {expected.tolist()}"
+            )
+
+    def _prepare_meta(self, record: SlotRecord, made: Bound) -> None:
+        meta = self._meta
+        if meta is None:
+            return
+        peer = self.links.peer(record.slot)
+
+        def one(region: int, local: U8) -> Prepared:
+            remote = np.array([[record.region_bases[region], local.nbytes, record.device]], np.uint64)
+            here = np.array([[local.ctypes.data, local.nbytes, 0]], np.uint64)
+            return self._transport.prepare(peer, here, remote)
+
+        if record.header_region >= 0:
+            made.before.append(one(record.header_region, meta.buffers[f"before\0{record.slot}"]))
+            made.after.append(one(record.header_region, meta.buffers[f"after\0{record.slot}"]))
+        digests = meta.buffers[f"digests\0{record.slot}"]
+        if record.digest_region >= 0 and digests.nbytes:
+            made.beside.append(one(record.digest_region, digests))
+
+    def _headers(self, when: str, manifest: Manifest) -> dict[str, Header]:
+        out: dict[str, Header] = {}
+        if self._meta is None:
+            return out
+        for name in self._holders:
+            if manifest.slot(name).header_region < 0:
+                continue
+            header = Header.parse(self._meta.buffers[f"{when}\0{name}"].tobytes(), holder=name)
+            header.require(holder=name, epoch=manifest.version.epoch, step=manifest.version.step)
+            out[name] = header
+        return out

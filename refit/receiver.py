@@ -1,0 +1,356 @@
+"""How does an inference rank take a new version? `Receiver.refit`: all ranks of its group, or none.
+
+1. discover: await the version (tables, region bases and a lease in one answer); join the group's transaction.
+2. capture, plan, certify, connect, allocate: only if anything that the plan depends on has changed.
+3. read, verify: into shadow buffers, nothing live is touched; load: run the loader on materialised sources.
+4. release the lease, vote, wait for the group's decision.
+5. install, report it, serve when the service says so.
+
+A failure before the vote is a no vote: the old weights serve on every rank. After a yes vote the rank never decides by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Self
+
+from reshard.planner import PlanOptions
+from reshard.refit import settings
+from reshard.refit.arena import Arena
+from reshard.refit.attempt import Attempt
+from reshard.refit.clock import StageClock
+from reshard.refit.deadline import Deadline
+from reshard.refit.engine import Engine
+from reshard.refit.errors import InDoubtError, QuarantinedError, RefitError
+from reshard.refit.planning import Gate, Planned, manifest_of, plan_refit, topology_digest, with_holders
+from reshard.refit.reader import Reader
+from reshard.refit.records import DiscoveryRecord, emit
+from reshard.refit.report import RefitReport
+from reshard.rendezvous.errors import RendezvousError
+from reshard.rendezvous.types import VersionKey, WorkerInfo
+
+if TYPE_CHECKING:
+    from reshard.planner import ShardPart
+    from reshard.rendezvous import Manifest, Rendezvous, Worker
+    from reshard.transports import Transport
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["Receiver", "ServingState"]
+
+ServingState = Literal["empty", "serving", "changing", "in_doubt", "quarantined"]
+
+
+class Receiver:
+    """One rank of an inference group.
+
+    Parameters
+    ----------
+    transport, rendezvous
+        Stay the caller's; `close` closes neither.
+    engine
+        See `reshard.refit.engine.Engine`.
+    model, group, members, member
+        The model, this engine instance's name, all its ranks' names and this rank's; members change together.
+    options
+        How to plan; ``instance`` and ``instances`` spread several groups over replicas.
+    require_full_coverage, coverage_floor
+        The coverage gate; None reads the environment.
+    allow_unconsumed
+        Patterns of published names that no rank of the group needs to take.
+    lease_ttl_s, transaction_timeout_s
+        Asked of the service.
+    on_stage, on_state
+        Told the name of each stage as it starts, and each change of `state`.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        rendezvous: Rendezvous,
+        engine: Engine,
+        *,
+        model: str,
+        group: str,
+        members: Sequence[str],
+        member: str,
+        options: PlanOptions | None = None,
+        require_full_coverage: bool | None = None,
+        coverage_floor: float | None = None,
+        allow_unconsumed: Sequence[str] = (),
+        lease_ttl_s: float = 30.0,
+        transaction_timeout_s: float = 600.0,
+        worker_ttl_s: float = 10.0,
+        host: str = "",
+        debug_sentinel: bool | None = None,
+        on_stage: Callable[[str], None] | None = None,
+        on_state: Callable[[ServingState], None] | None = None,
+        on_allocate: Callable[[str, int], None] | None = None,
+    ) -> None:
+        if member not in members or len(set(members)) != len(members):
+            raise RefitError(f"member {member!r} must be one of the distinct members {list(members)}")
+        self.model, self.group, self.member = model, group, member
+        self.members = tuple(members)
+        self.rank = self.members.index(member)
+        self.engine = engine
+        self.transport, self.rendezvous = transport, rendezvous
+        self.options = options if options is not None else PlanOptions(receiver_host=host or socket.gethostname())
+        self.gate = Gate(require_full_coverage, coverage_floor)
+        self.allow_unconsumed = tuple(allow_unconsumed)
+        self.lease_ttl_s, self.transaction_timeout_s = lease_ttl_s, transaction_timeout_s
+        self._worker_ttl_s = worker_ttl_s
+        self._host = host or socket.gethostname()
+        self._sentinel = debug_sentinel
+        self._on_stage, self._on_state = on_stage, on_state
+        self.reader = Reader(transport, swaps=bool(getattr(engine, "swaps", False)), on_allocate=on_allocate)
+        self.planned: Planned | None = None
+        self.serving: VersionKey | None = None
+        """The version that this rank serves; None while it serves nothing."""
+        self.state: ServingState = "empty"
+        self._worker: Worker | None = None
+        self._doubt: Attempt | None = None
+        self._busy = threading.Lock()
+        self._signature = b""
+        self._served: VersionKey | None = None
+        self._closed = False
+
+    # -- public calls
+
+    def refit(
+        self,
+        version: Literal["latest"] | int | VersionKey = "latest",
+        *,
+        after: VersionKey | None = None,
+        only: Sequence[str] = (),
+        timeout_s: float,
+    ) -> RefitReport:
+        """Take a version, together with the rest of the group.
+
+        Parameters
+        ----------
+        version
+            ``latest``, a step of the present epoch, or an exact version.
+        after
+            With ``latest``: wait for one newer than this.
+        only
+            Patterns of source names; empty takes all.
+        timeout_s
+            One deadline for everything.
+
+        Raises
+        ------
+        RefitAborted
+            Another member could not go on; the old weights serve.
+        QuarantinedError, InDoubtError
+            This rank serves nothing; see their documentation for the way out.
+        ReshardError
+            Any other failure came before the vote: the old weights serve.
+        """
+        deadline = Deadline(timeout_s, f"refit of member {self.member!r} of group {self.group!r}")
+        if not self._busy.acquire(blocking=False):
+            raise RefitError(f"member {self.member!r} is refitting already")
+        try:
+            if self._closed:
+                raise RefitError(f"member {self.member!r}: the receiver is closed")
+            if self._doubt is not None:
+                self._settle(deadline)
+            attempt = Attempt(
+                self, StageClock(self._on_stage), deadline, tuple(only), settings.debug_sentinel(self._sentinel)
+            )
+            try:
+                return attempt.run(version, after)
+            except InDoubtError:
+                self._doubt = attempt
+                raise
+        finally:
+            self._busy.release()
+
+    async def arefit(
+        self,
+        version: Literal["latest"] | int | VersionKey = "latest",
+        *,
+        after: VersionKey | None = None,
+        only: Sequence[str] = (),
+        timeout_s: float,
+    ) -> RefitReport:
+        """`refit` for asyncio: it runs in a worker thread."""
+        return await asyncio.to_thread(self.refit, version, after=after, only=only, timeout_s=timeout_s)
+
+    def resolve(self, *, timeout_s: float) -> ServingState:
+        """Learn the decision of a refit that is in doubt, and act on it; returns the state afterwards.
+
+        Raises
+        ------
+        InDoubtError
+            If it still cannot be learnt.
+        """
+        with self._busy:
+            if self._doubt is not None:
+                self._settle(Deadline(timeout_s, f"resolving member {self.member!r}"))
+            return self.state
+
+    def check_serving(self) -> VersionKey:
+        """The version served.
+
+        Raises
+        ------
+        InDoubtError, QuarantinedError, RefitError
+            If this rank serves nothing.
+        """
+        if self.state == "serving" and self.serving is not None:
+            return self.serving
+        if self.state == "in_doubt":
+            raise InDoubtError(
+                f"member {self.member!r} voted yes and does not know the decision; it serves nothing new"
+            )
+        if self.state == "quarantined":
+            raise QuarantinedError(f"member {self.member!r} is quarantined: it serves nothing until a refit completes")
+        raise RefitError(f"member {self.member!r} has no version yet ({self.state})")
+
+    def close(self) -> None:
+        """Release peers, registrations and memory, and leave the rendezvous. Idempotent; the engine keeps its weights."""
+        self._closed = True
+        self.reader.close()
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    # -- what an attempt needs
+
+    def set_state(self, state: ServingState, serving: VersionKey | None) -> None:
+        """Change what this rank says that it serves."""
+        self.serving = serving
+        if state in ("serving", "quarantined", "changing"):
+            self._served = serving
+        if state != self.state:
+            self.state = state
+            if self._on_state is not None:
+                self._on_state(state)
+
+    def worker(self) -> Worker:
+        """This process's registration at the rendezvous, renewed if it was lost."""
+        if self._worker is None or self._worker.lost:
+            info = WorkerInfo("receiver", self.model, self._host, self.member, {})
+            self._worker = self.rendezvous.register(info, ttl_s=self._worker_ttl_s)
+        return self._worker
+
+    def tables(self, manifest: Manifest, deadline: Deadline) -> dict[bytes, ShardPart]:
+        """The parts of a manifest's slots."""
+        wanted = list(dict.fromkeys(r.table_digest for r in manifest.slots))
+        return self.rendezvous.get_tables(wanted, timeout_s=deadline.remaining("get tables"))
+
+    def discovery(self, manifest: Manifest, planned: Planned, fresh: bool, seconds: float) -> DiscoveryRecord:
+        """Emit and return the discovery record."""
+        record = DiscoveryRecord(
+            self.rank,
+            self.member,
+            self.model,
+            manifest.version.epoch,
+            manifest.version.step,
+            len(manifest.slots),
+            sum(r.empty for r in manifest.slots),
+            len(planned.sources.tensors),
+            planned.sources.n_shards,
+            len({r.table_digest for r in manifest.slots}) if fresh else 0,
+            fresh,
+            round(seconds, 6),
+        )
+        emit(record)
+        return record
+
+    def plan_for(
+        self, manifest: Manifest, only: Sequence[str], clock: StageClock, deadline: Deadline
+    ) -> tuple[Planned, bool]:
+        """The plan for a manifest, and whether it is a new one.
+
+        It is new where a table, the selection, the options or the engine's memory has changed since the last plan.
+        """
+        topology = topology_digest(manifest, only, self.options)
+        signature = self.engine.signature()
+        if self.planned is not None and self.planned.topology == topology and signature == self._signature:
+            return self.planned, False
+        parts = self.tables(manifest, deadline)
+        sources = with_holders(manifest, parts)
+        clock.enter("capture")
+        captured = self.engine.capture(manifest_of(sources))
+        clock.enter("plan")
+        planned = plan_refit(
+            captured,
+            sources,
+            self.engine.parameters(),
+            self.options,
+            only=only,
+            gate=self.gate,
+            rank=self.rank,
+            topology=topology,
+        )
+        self._signature = signature
+        return planned, True
+
+    def adopt(self, planned: Planned) -> None:
+        """Put a new plan in force."""
+        self.planned = None
+        self.reader.adopt(planned.plan, {}, planned.materialised_buffers)
+        self.planned = planned
+
+    def seed(self, planned: Planned, shadow: Arena) -> None:
+        """Fill shadow buffers that the plan writes only in part with the live bytes."""
+        if planned.seeded and self.state == "quarantined":
+            raise QuarantinedError(
+                f"member {self.member!r} is quarantined and this refit writes {planned.seeded[0]!r} only in part "
+                f"({len(planned.seeded)} such parameters): it would need old weights that cannot be trusted; refit in full"
+            )
+        for name in planned.seeded:
+            self.engine.read_live(name, shadow.buffers[name])
+
+    def run_loader(self, planned: Planned, shadow: Arena) -> None:
+        """Run the engine's loader on materialised sources, into shadow buffers."""
+        sources = self.reader.materialised(planned.materialised_buffers)
+        wanted = {n: shadow.buffers[n] for n in planned.captured.loader_buffers if n in shadow.buffers}
+        self.engine.load_materialised(sources, wanted)
+
+    def install(self, planned: Planned) -> None:
+        """Make the shadow buffers live; a destination that was reallocated meanwhile is refused."""
+        if self.engine.signature() != self._signature:
+            raise RefitError("a parameter was reallocated after this refit was planned")
+        self.engine.install(self.reader.shadow().buffers)
+        self.reader.turn()
+        self._signature = self.engine.signature()
+
+    def restore_state(self) -> None:
+        """Serve again what was served before an aborted refit."""
+        if self.state == "in_doubt":
+            self.set_state("serving" if self._served is not None else "empty", self._served)
+
+    def abort_reason(self, transaction: str) -> str:
+        """Why the service decided ABORT, as far as it says."""
+        try:
+            for status in self.rendezvous.describe().transactions:
+                if status.id == transaction:
+                    return status.reason or "no reason given"
+        except RendezvousError as error:
+            return f"unknown ({error})"
+        return "unknown"
+
+    @staticmethod
+    def pause(seconds: float) -> None:
+        """Wait between two questions for a lost decision."""
+        threading.Event().wait(seconds)
+
+    def _settle(self, deadline: Deadline) -> None:
+        attempt = self._doubt
+        if attempt is None:
+            return
+        attempt.settle(deadline)
+        self._doubt = None
