@@ -66,7 +66,7 @@ types: $(VENV)/.dev ## mypy --strict and pyright
 
 .PHONY: proto
 proto: $(VENV)/.dev ## regenerate proto/*_pb2*.py from proto/*.proto
-	$(BIN)/python -m grpc_tools.protoc -Ireshard/proto=proto --python_out=src --pyi_out=src --grpc_python_out=src $(wildcard proto/*.proto)
+	$(BIN)/python -m grpc_tools.protoc -Ireshard/proto=proto --python_out=src --pyi_out=src $(addprefix reshard/,$(wildcard proto/v1/*.proto))
 
 .PHONY: build
 build: $(VENV)/.dev ## wheel and sdist into dist/
