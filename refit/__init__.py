@@ -1,7 +1,7 @@
 """Publish a trainer's weights and refit an inference group to them: all ranks or none, verified, and never silent.
 
-Trainers use `Publisher`, engines use `Receiver`; `LocalTensor` is what the adapters yield. Everything is imported on first use, so
-that importing this package needs numpy alone.
+Trainers use `Publisher`, engines use `Receiver`; `LocalTensor` is what the adapters yield. Everything is imported
+on first use, so that importing this package needs numpy alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A receiver's registered memory: one allocation that holds many named buffers.
 
-Shadow buffers, staging, and the headers and digests of the holders each have an arena. An arena is allocated and registered once and
-used again at each refit.
+Shadow buffers, staging, and the headers and digests of the holders each have an arena. An arena is allocated and
+registered once and used again at each refit.
 """
 
 from __future__ import annotations

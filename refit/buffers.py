@@ -1,4 +1,4 @@
-"""A publisher's registered memory: one allocation with a header, the cell digests and the data of one version at a time.
+"""A publisher's registered memory: one allocation for header, cell digests and data of a version.
 
     +--------+------------------+---------------------------+
     | header | digests, 16 B a  | data, laid out as the     |
@@ -6,8 +6,8 @@
     +--------+------------------+---------------------------+
     0        4096               4096 + padded digests
 
-The three are regions 0 (data), 1 (digests) and 2 (header) of the shard table, in one registration. Memory is allocated and registered
-once and used again for as long as the layout stays the same.
+The three are regions 0 (data), 1 (digests) and 2 (header) of the shard table, in one registration. Memory is
+allocated and registered once and used again for as long as the layout stays the same.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
 """What does an engine's own loader do with each published tensor? Run it on nothing and write down the answer.
 
-`record` calls a loader with traced tensors (`reshard.refit.trace`) under a dispatch mode that sees every torch operation:
+`record` calls a loader with traced tensors (`reshard.refit.trace`) under a dispatch mode that sees every torch
+operation:
 
 1. views of traced tensors stay views; copies of them become virtual storages;
-2. a copy into a destination (a view of a known parameter) is a `Write` of kind ``copy``; filling one is a ``constant``; neither is
-   carried out, so the engine is not touched;
-3. any other operation on traced values, and any read of a destination, gives a *computed* tensor that carries the names it
-   depends on; writing one makes destination and sources *materialised*: they are staged and the loader runs on them later;
-4. a value that leaves the tensor world (``bool(w > 0)``, ``w.numpy()``) is refused, naming the source; a source written into
-   memory that belongs to no parameter is refused at the end, unless allowed by name.
+2. a copy into a destination (a view of a known parameter) is a `Write` of kind ``copy``; filling one is a
+   ``constant``; neither is carried out, so the engine is not touched;
+3. any other operation on traced values, and any read of a destination, gives a *computed* tensor that carries the
+   names it depends on; writing one makes destination and sources *materialised*: they are staged and the loader
+   runs on them later;
+4. a value that leaves the tensor world (``bool(w > 0)``, ``w.numpy()``) is refused, naming the source; a source
+   written into memory that belongs to no parameter is refused at the end, unless allowed by name.
 
 Writes carry the loader's program order.
 """
@@ -47,7 +49,8 @@ class Destination:
 class Write:
     """One thing that the loader did to a destination, in program order.
 
-    ``kind`` is ``copy`` (``reads`` says from where), ``constant`` (``view`` and ``value``, one element's bytes) or ``computed``.
+    ``kind`` is ``copy`` (``reads`` says from where), ``constant`` (``view`` and ``value``, one element's bytes) or
+    ``computed``.
     """
 
     order: int
@@ -72,8 +75,8 @@ class Recording:
     def materialised(self) -> tuple[frozenset[str], frozenset[str]]:
         """Sources and destinations that the loader itself has to produce.
 
-        The closure: a computed write takes its destination and all it depends on; a destination taken so takes every source that
-        writes it (order matters there); a source taken so takes every destination that it writes.
+        The closure: a computed write takes its destination and all it depends on; a destination taken so takes
+        every source that writes it (order matters there); a source taken so takes every destination that it writes.
         """
         sources = set(self.mutated)
         targets: set[str] = set()
@@ -136,8 +139,10 @@ def record(
     if lost:
         name, where = min(lost.items())
         raise UnattributedWriteError(
-            f"source {name!r} was written into {where}, which is no view of a known parameter or buffer, and never reached one "
-            f"({len(lost)} such source{'s' if len(lost) > 1 else ''}); register that memory as a parameter or buffer, or allow it by name",
+            f"source {name!r} was written into {where}, which is no view of a known parameter or buffer, and "
+            "never reached one "
+            f"({len(lost)} such source{'s' if len(lost) > 1 else ''}); register that memory as a parameter or "
+            "buffer, or allow it by name",
             source=name,
         )
     return recording
@@ -284,9 +289,7 @@ def _recorder_type() -> Callable[[Recording, Sequence[Destination]], object]:
             if func in copies and same_dtype and (source := origins[id(tensors[0])]).storage is not None:
                 out = func(tensors[0].meta, **self.on_meta(kwargs))  # type: ignore[attr-defined]
                 return self.copied(out, [(tensors[0].meta, (0,) * out.dim(), source.storage)])  # type: ignore[attr-defined]
-            if func in joins and all(
-                o.storage is not None for o in map(lambda t: origins.get(id(t), Origin(None)), tensors)
-            ):
+            if func in joins and all((o := origins.get(id(t))) is not None and o.storage is not None for t in tensors):
                 return self.joined(func, args, kwargs, tensors)
             return self.compute(func, args, kwargs, names)
 
@@ -301,7 +304,8 @@ def _recorder_type() -> Callable[[Recording, Sequence[Destination]], object]:
         def escape(self, what: str, names: frozenset[str]) -> UnsupportedLoaderError:
             shown = sorted(n.removeprefix(_PARAM) for n in names)
             return UnsupportedLoaderError(
-                f"the loader needs the value of {', '.join(map(repr, shown[:3]))} ({what}) to decide what to do; a refit "
+                f"the loader needs the value of {', '.join(map(repr, shown[:3]))} ({what}) to decide what to do; "
+                "a refit "
                 "describes what a loader copies, and cannot follow one that branches on values",
                 source=shown[0] if shown else "",
             )

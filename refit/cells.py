@@ -1,8 +1,9 @@
 """Into which cells does a shard fall, for verification?
 
-A *cell* is a contiguous run of a shard's row-major bytes, at most `CELL_BYTES` long, that is itself a box: whole slices along the
-first dim that has slices small enough. Publisher and receiver derive the same cells from a shard's box alone, so nothing about them
-travels but their digests, in table order: shard row by shard row, and within a row by offset.
+A *cell* is a contiguous run of a shard's row-major bytes, at most `CELL_BYTES` long, that is itself a box: whole
+slices along the first dim that has slices small enough. Publisher and receiver derive the same cells from a shard's
+box alone, so nothing about them travels but their digests, in table order: shard row by shard row, and within a row
+by offset.
 """
 
 from __future__ import annotations

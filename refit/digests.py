@@ -1,18 +1,20 @@
 """Did these bytes arrive as they left? One 128-bit digest for each cell, in one pass over the bytes.
 
-The bytes of a cell are taken as little-endian 32-bit lanes, zero-extended (a short tail is padded with zeros), each lane times a
-fixed odd 64-bit weight, summed modulo 2**64; twice, with two seeds; and dtype and shape are added after the sums.
+The bytes of a cell are taken as little-endian 32-bit lanes, zero-extended (a short tail is padded with zeros), each
+lane times a fixed odd 64-bit weight, summed modulo 2**64; twice, with two seeds; and dtype and shape are added
+after the sums.
 
-Why the weights look as they do. The low 33 bits of weight ``i`` are ``2 * p(i) + 1``, with ``p`` a seeded nonlinear bijection of 32-bit
-numbers, the upper 31 bits are a hash of ``i``:
+Why the weights look as they do. The low 33 bits of weight ``i`` are ``2 * p(i) + 1``, with ``p`` a seeded nonlinear
+bijection of 32-bit numbers, the upper 31 bits are a hash of ``i``:
 
 - odd: a change inside one lane is a difference under 2**32 times a unit, never 0;
-- pairwise distinct modulo 2**33: swapping two lanes that differ by ``d`` changes the sum by ``d * (w_i - w_j)``, which holds at most
-  31 + 32 factors of two, never 64; so does swapping two elements of at most 4 bytes at equal places of two lanes;
-- elements at different places of two lanes swap to ``d * (2**a * w_i - 2**b * w_j)`` with ``a != b``: an odd number times less than
-  2**24, never 0;
-- nonlinear: flipping the signs of several top lanes adds ``2**31`` times a signed sum of weights, which vanishes modulo 2**33 with
-  probability 2**-32 a seed (for arithmetic progressions four flips always can).
+- pairwise distinct modulo 2**33: swapping two lanes that differ by ``d`` changes the sum by ``d * (w_i - w_j)``,
+  which holds at most 31 + 32 factors of two, never 64; so does swapping two elements of at most 4 bytes at equal
+  places of two lanes;
+- elements at different places of two lanes swap to ``d * (2**a * w_i - 2**b * w_j)`` with ``a != b``: an odd number
+  times less than 2**24, never 0;
+- nonlinear: flipping the signs of several top lanes adds ``2**31`` times a signed sum of weights, which vanishes
+  modulo 2**33 with probability 2**-32 a seed (for arithmetic progressions four flips always can).
 
 This module is the NumPy form; `reshard.refit.digests_torch` and `reshard.refit.digests_triton` give the same numbers.
 """
@@ -46,7 +48,7 @@ _M1, _M2 = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
 
 
 def _mix32(x: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """A nonlinear bijection of 32-bit numbers: xor-shifts and odd multiplications (the "lowbias32" constants of C. Wellons)."""
+    """A nonlinear bijection of 32-bit numbers: xor-shifts and odd multiplications ("lowbias32" of C. Wellons)."""
     x = x ^ (x >> np.uint32(16))
     x = x * _M1
     x = x ^ (x >> np.uint32(15))

@@ -1,10 +1,10 @@
 """What an inference engine gives to a `Receiver`: two calls, and a few facts about its parameters.
 
-1. `Engine.capture` says, for a manifest of published tensors, which view of which tensor lands where (a `ReadTable` whose buffers
-   are named after the engine's parameters).
+1. `Engine.capture` says, for a manifest of published tensors, which view of which tensor lands where (a `ReadTable`
+   whose buffers are named after the engine's parameters).
 2. The receiver fills *shadow buffers*, one for each read-table buffer, without touching the engine.
-3. Where capture found sources whose values the loader computes with, `Engine.load_materialised` runs that part of the loader on
-   staged real tensors, still into the shadow buffers.
+3. Where capture found sources whose values the loader computes with, `Engine.load_materialised` runs that part of
+   the loader on staged real tensors, still into the shadow buffers.
 4. After the group's decision `Engine.install` makes the shadow buffers live.
 """
 
@@ -94,7 +94,7 @@ class Engine(Protocol):
         ...
 
     def read_live(self, name: str, into: Bytes) -> None:
-        """Copy the live bytes of parameter ``name`` into ``into`` (used where a refit writes only part of a parameter)."""
+        """Copy the live bytes of parameter ``name`` into ``into`` (for parameters that a refit writes in part)."""
         ...
 
     def load_materialised(self, sources: Mapping[str, Bytes], buffers: Mapping[str, Bytes]) -> None:

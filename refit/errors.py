@@ -18,7 +18,8 @@
         FenceTimeoutError          leases outlived the fence's deadline (also TimeoutError)
         RefitTimeoutError          the refit's own deadline passed (also TimeoutError)
 
-An error that happens before the vote leaves the old weights serving; `InDoubtError` and `QuarantinedError` are the two that do not.
+An error that happens before the vote leaves the old weights serving; `InDoubtError` and `QuarantinedError` are the
+two that do not.
 """
 
 from __future__ import annotations

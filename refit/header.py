@@ -1,8 +1,8 @@
 """Has the publisher written its buffer while it was read? A seqlock in registered memory.
 
-A header is 64 bytes at the start of each published buffer: magic, sequence, epoch, step, checksum. The sequence is odd while the
-buffer is being written and grows by two with each version. A reader fetches it before its first and after its last read of the
-buffer: both must be equal, even, and of the version that was asked for.
+A header is 64 bytes at the start of each published buffer: magic, sequence, epoch, step, checksum. The sequence is
+odd while the buffer is being written and grows by two with each version. A reader fetches it before its first and
+after its last read of the buffer: both must be equal, even, and of the version that was asked for.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Where does each local tensor go in a publisher's buffer, and as what dtype?
 
-1. The wire dtype of a tensor: its own ``wire_dtype``, else the publisher's rule for floating-point tensors unless a pattern exempts
-   it; integers, booleans and 8-bit floats are never cast.
-2. Each tensor's box is cut where receivers will cut it (cut hints); every resulting box is stored contiguously, 64-byte aligned.
-3. The boxes become a `ShardPart`; `PackedLayout.pack` copies and casts local tensors into a buffer of that layout, on the tensors' own
-   device where they are torch's.
+1. The wire dtype of a tensor: its own ``wire_dtype``, else the publisher's rule for floating-point tensors unless a
+   pattern exempts it; integers, booleans and 8-bit floats are never cast.
+2. Each tensor's box is cut where receivers will cut it (cut hints); every resulting box is stored contiguously,
+   64-byte aligned.
+3. The boxes become a `ShardPart`; `PackedLayout.pack` copies and casts local tensors into a buffer of that layout,
+   on the tensors' own device where they are torch's.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _CASTABLE = frozenset(("float16", "bfloat16", "float32", "float64"))
 
 @dataclass(frozen=True, slots=True)
 class WireRule:
-    """``wire_dtype`` for floating-point tensors, except those whose name matches one of ``exceptions`` (``fnmatch`` patterns)."""
+    """``wire_dtype`` for floating-point tensors, except names that match one of ``exceptions`` (``fnmatch``)."""
 
     wire_dtype: str | None = None
     exceptions: tuple[str, ...] = ()
@@ -117,7 +118,8 @@ class PackedLayout:
                     torch_view = torch.from_numpy(data)
                 raw = torch_view[target.offset_bytes : target.offset_bytes + nbytes]
                 with torch.no_grad():
-                    raw.view(getattr(torch, label)).view(shape).copy_(tensor.data.detach()[index], non_blocking=True)  # type: ignore[union-attr]
+                    piece = tensor.data.detach()[index]  # type: ignore[union-attr]
+                    raw.view(getattr(torch, label)).view(shape).copy_(piece, non_blocking=True)
             else:
                 out = data[target.offset_bytes : target.offset_bytes + nbytes]
                 _pack_numpy(np.asarray(tensor.data)[index], tensor.dtype, label, out)
@@ -140,9 +142,12 @@ def synchronize(tensors: Sequence[LocalTensor]) -> None:
     """Wait for the device work that writes or copies ``tensors``: once per device, not per tensor."""
     seen: set[object] = set()
     for tensor in tensors:
-        if is_torch(tensor.data) and tensor.data.device.type == "cuda" and tensor.data.device not in seen:  # type: ignore[union-attr]
-            seen.add(tensor.data.device)  # type: ignore[union-attr]
-            require("torch", extra="torch").cuda.synchronize(tensor.data.device)  # type: ignore[union-attr]
+        if not is_torch(tensor.data):
+            continue
+        device = tensor.data.device  # type: ignore[union-attr]
+        if device.type == "cuda" and device not in seen:
+            seen.add(device)
+            require("torch", extra="torch").cuda.synchronize(device)
 
 
 def signature_of(tensors: Sequence[LocalTensor], rule: WireRule, cuts: Cuts | None) -> bytes:

@@ -1,7 +1,7 @@
 """Keep a version's memory in place while it is read: renew the lease, know when it ended, release it once.
 
-On the reader's clock a lease ends at the last renewal's *sending* + TTL - margin. A thread renews it at a third of its TTL; `check` is
-called after the last read and refuses bytes that were read past the end.
+On the reader's clock a lease ends at the last renewal's *sending* + TTL - margin. A thread renews it at a third of
+its TTL; `check` is called after the last read and refuses bytes that were read past the end.
 """
 
 from __future__ import annotations

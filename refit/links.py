@@ -1,8 +1,8 @@
-"""Which peers is a receiver connected to? One connection a holder, made when first needed and kept until it must not be used.
+"""Which peers is a receiver connected to? One connection a holder, kept until it must not be used any more.
 
-A link is good for one process life and one region table of its holder: a slot filled by another worker, or with another endpoint
-message, is dialled anew, and the old peer is released first. A holder's name is claimed by the transport before it is dialled, so a
-holder that was never acquired is never released.
+A link is good for one process life and one region table of its holder: a slot filled by another worker, or with
+another endpoint message, is dialled anew, and the old peer is released first. A holder's name is claimed by the
+transport before it is dialled, so a holder that was never acquired is never released.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class Links:
             endpoint = record.endpoints.get(self._transport.name)
             if endpoint is None:
                 raise RefitError(
-                    f"holder {name!r} offers transports {sorted(record.endpoints)}, this receiver uses {self._transport.name!r}"
+                    f"holder {name!r} offers transports {sorted(record.endpoints)}, this receiver uses "
+                    f"{self._transport.name!r}"
                 )
             link = self._links.get(name)
             if link is not None:

@@ -1,9 +1,9 @@
-"""From a manifest and an engine to a plan that may be executed: capture, plan, certify, and say how much of the engine it covers.
+"""From a manifest and an engine to a plan that may be executed: capture, plan, certify, and state the coverage.
 
 1. Merge the slots' parts into one shard table; the capture sees its tensors.
 2. Plan the captured requests (or those of ``only=``).
-3. Coverage in bytes of the engine, from the certificate: what is written, filled, part written and never written. The record is emitted
-   before an incomplete plan is refused.
+3. Coverage in bytes of the engine, from the certificate: what is written, filled, part written and never written.
+   The record is emitted before an incomplete plan is refused.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Planned:
     Attributes
     ----------
     consumed
-        Published names that this member accounts for in its vote: those its requests take, and those that ``only=`` leaves out.
+        Published names that this member accounts for in its vote: those its requests take, and those that ``only=``
+        leaves out.
     seeded
         Buffers that must first be filled with the live bytes, since the plan writes them in part.
     """
@@ -147,7 +148,8 @@ def _staged_reads(names: Sequence[str], sources: ShardTable, options: PlanOption
         nbytes = parse_dtype(label).nbytes(math.prod(shape))
         if nbytes > options.staging_bytes:
             raise StagingBudgetError(
-                f"tensor {name!r}: the loader computes with its values, so its {nbytes} bytes must be staged; the budget is "
+                f"tensor {name!r}: the loader computes with its values, so its {nbytes} bytes must be staged; the "
+                "budget is "
                 f"{options.staging_bytes} bytes (PlanOptions.staging_bytes)"
             )
         strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
@@ -250,8 +252,10 @@ def _check_gate(record: CoverageRecord, gate: Gate) -> None:
         return
     sample = ", ".join(record.params_never_written_sample or record.params_part_written_sample)
     raise IncompleteRefit(
-        f"coverage {record.coverage_pct:.4f} % of bytes is under the floor of {floor * 100:g} %: {record.params_never_written} of "
-        f"{record.engine_params} parameters are never written and {record.params_part_written} in part ({sample}). No digest sees this: "
+        f"coverage {record.coverage_pct:.4f} % of bytes is under the floor of {floor * 100:g} %: "
+        f"{record.params_never_written} of "
+        f"{record.engine_params} parameters are never written and {record.params_part_written} in part "
+        f"({sample}). No digest sees this: "
         "bytes that are never requested are never checked",
         coverage_pct=record.coverage_pct,
         never_written=record.params_never_written_sample,

@@ -1,7 +1,8 @@
 """How does a trainer rank offer its weights? `Publisher.publish`, once for each version.
 
 1. Lay out the tensors (once for each layout), allocate and register one or two buffers.
-2. Choose the buffer that does not hold the newest version; end admission to what it holds and wait, with a deadline, for its leases.
+2. Choose the buffer that does not hold the newest version; end admission to what it holds and wait, with a
+   deadline, for its leases.
 3. Mark its header as being written, copy and cast, synchronise, digest the cells, mark it as holding the version.
 4. Open the version at the rendezvous and fill this publisher's slot.
 
@@ -79,7 +80,8 @@ class Publisher:
     buffers
         1 or 2. With two a version can be read while the next one is written.
     on_busy
-        What to do when the buffer to overwrite is still being read: ``wait`` until the deadline, or ``skip`` the version.
+        What to do when the buffer to overwrite is still being read: ``wait`` until the deadline, or ``skip`` the
+        version.
     digests
         Whether cell digests are published.
     layout, claim
@@ -169,7 +171,8 @@ class Publisher:
         given = list(tensors)
         if empty != (not any(t.n_elems for t in given)):
             raise PublishError(
-                f"slot {self.slot!r}: {'some' if given else 'no'} tensors with empty={empty}; a rank that holds nothing says so with "
+                f"slot {self.slot!r}: {'some' if given else 'no'} tensors with empty={empty}; a rank that holds "
+                "nothing says so with "
                 "empty=True, and only then"
             )
         stages: dict[str, float] = {}
@@ -274,7 +277,8 @@ class Publisher:
             pass  # a newer epoch, or another publisher, has retired it already
         except RendezvousTimeoutError as error:
             raise FenceTimeoutError(
-                f"slot {self.slot!r}: version {uid} was still being read after {deadline.timeout_s:g} s; its buffer was not overwritten"
+                f"slot {self.slot!r}: version {uid} was still being read after {deadline.timeout_s:g} s; its "
+                "buffer was not overwritten"
             ) from error
         buffer.uid = ""
 

@@ -1,8 +1,9 @@
 """Everything that a receiver keeps between refits to read a plan: arenas, peers, prepared lists.
 
 1. `Reader.adopt` takes a plan: arenas for its shadow buffers, its staging, and the holders' headers and digests.
-2. `Reader.bind` turns plan, region bases of a version and the current shadow arena into prepared lists, kept by (arena, bases), so that
-   a publisher with two buffers and a receiver with two arenas end up with four sets and no more work.
+2. `Reader.bind` turns plan, region bases of a version and the current shadow arena into prepared lists, kept by
+   (arena, bases), so that a publisher with two buffers and a receiver with two arenas end up with four sets and no
+   more work.
 3. `Reader.read` reads headers, all waves with their local copies and the digests, and headers again.
 """
 
@@ -226,7 +227,8 @@ class Reader:
         for name, header in first.items():
             if last[name] != header:
                 raise TornReadError(
-                    f"holder {name!r}: its buffer was written during the read (sequence {header.sequence} -> {last[name].sequence})"
+                    f"holder {name!r}: its buffer was written during the read (sequence {header.sequence} -> "
+                    f"{last[name].sequence})"
                 )
         return totals
 
@@ -312,7 +314,8 @@ class Reader:
         expected = np.asarray(plan.region_bytes[index])
         if record.region_bytes.shape != expected.shape or bool((record.region_bytes != expected).any()):
             raise RefitError(
-                f"holder {holder!r}: its version names regions of {record.region_bytes.tolist()} bytes, its table {expected.tolist()}"
+                f"holder {holder!r}: its version names regions of {record.region_bytes.tolist()} bytes, its table "
+                f"{expected.tolist()}"
             )
 
     def _prepare_meta(self, record: SlotRecord, made: Bound) -> None:

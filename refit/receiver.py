@@ -6,7 +6,8 @@
 4. release the lease, vote, wait for the group's decision.
 5. install, report it, serve when the service says so.
 
-A failure before the vote is a no vote: the old weights serve on every rank. After a yes vote the rank never decides by itself.
+A failure before the vote is a no vote: the old weights serve on every rank. After a yes vote the rank never decides
+by itself.
 """
 
 from __future__ import annotations
@@ -213,7 +214,7 @@ class Receiver:
         raise RefitError(f"member {self.member!r} has no version yet ({self.state})")
 
     def close(self) -> None:
-        """Release peers, registrations and memory, and leave the rendezvous. Idempotent; the engine keeps its weights."""
+        """Release peers, registrations and memory, and leave the rendezvous; idempotent. The engine keeps its weights."""
         self._closed = True
         self.reader.close()
         worker, self._worker = self._worker, None
@@ -239,7 +240,7 @@ class Receiver:
                 self._on_state(state)
 
     def worker(self) -> Worker:
-        """This process's registration at the rendezvous, renewed if it was lost."""
+        """The registration of this process at the rendezvous, renewed if it was lost."""
         if self._worker is None or self._worker.lost:
             info = WorkerInfo("receiver", self.model, self._host, self.member, {})
             self._worker = self.rendezvous.register(info, ttl_s=self._worker_ttl_s)
@@ -309,7 +310,8 @@ class Receiver:
         if planned.seeded and self.state == "quarantined":
             raise QuarantinedError(
                 f"member {self.member!r} is quarantined and this refit writes {planned.seeded[0]!r} only in part "
-                f"({len(planned.seeded)} such parameters): it would need old weights that cannot be trusted; refit in full"
+                f"({len(planned.seeded)} such parameters): it would need old weights that cannot be trusted; "
+                "refit in full"
             )
         for name in planned.seeded:
             self.engine.read_live(name, shadow.buffers[name])

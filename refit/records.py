@@ -1,7 +1,7 @@
 """The records that a refit leaves in the log: one line each, ``MARKER {json}``, keys sorted.
 
-Each record is a frozen dataclass, returned to the caller too; markers and schemas are stable constants. All go through the
-logger ``reshard.refit``.
+Each record is a frozen dataclass, returned to the caller too; markers and schemas are stable constants. All go
+through the logger ``reshard.refit``.
 """
 
 from __future__ import annotations
@@ -207,7 +207,8 @@ def check_throughput(
         )
         emit(impossible, logging.WARNING)
         raise ImpossibleThroughputError(
-            f"{wire_bytes} bytes in {wire_s:.6f} s are {shown:.1f} Gb/s, over RESHARD_MAX_GBPS={ceiling:g}: they cannot have "
+            f"{wire_bytes} bytes in {wire_s:.6f} s are {shown:.1f} Gb/s, over RESHARD_MAX_GBPS={ceiling:g}: they "
+            "cannot have "
             "moved; nothing is installed",
             implied_gbps=rate,
             ceiling_gbps=ceiling,

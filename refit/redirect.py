@@ -1,8 +1,8 @@
 """Run a loader on real values without touching the engine: its writes go to shadow buffers.
 
-Used for materialised sources, after they were staged and before the group votes. Under the dispatch mode every operation that reads
-or writes the memory of a shadowed destination works on its shadow; a write to any other destination is dropped, since the plan's
-own copies have already put the right bytes into its shadow.
+Used for materialised sources, after they were staged and before the group votes. Under the dispatch mode every
+operation that reads or writes the memory of a shadowed destination works on its shadow; a write to any other
+destination is dropped, since the plan's own copies have already put the right bytes into its shadow.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def run_redirected(
     destinations: Sequence[Destination],
     shadows: Mapping[str, torch.Tensor],
 ) -> None:
-    """Call ``loader(weights)`` with the memory of ``destinations`` replaced by ``shadows`` (flat, typed; name -> tensor)."""
+    """Call ``loader(weights)`` with ``destinations`` replaced by ``shadows`` (name -> flat typed tensor)."""
     with _redirector_type()(destinations, shadows):  # type: ignore[attr-defined]
         loader(weights)
 

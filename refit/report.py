@@ -1,4 +1,4 @@
-"""What a refit gives back: a typed report of what moved, what was proved, and what each install mode takes in memory."""
+"""What a refit gives back: what moved, what was proved, and what each install mode takes in memory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class MemoryLedger:
     engine_bytes
         The engine's own parameters and buffers.
     shadow_bytes
-        Shadow buffers of this plan: what ``shadow`` mode takes beyond the engine (once while reading; a second set is kept for
-        the next refit where the engine swaps storages).
+        Shadow buffers of this plan: what ``shadow`` mode takes beyond the engine (once while reading; a second set
+        is kept for the next refit where the engine swaps storages).
     staging_bytes
         The one staging arena, in both modes.
     materialised_bytes

@@ -1,7 +1,8 @@
 """How far is a refit, and which way may it go? The stage machine of one rank's transaction.
 
-CREATED -> PREFLIGHTED -> LOADED -> PREPARED -> MUTATING -> VERIFIED -> PUBLISHED. Up to PREPARED a failure leads to ABORTING and
-ABORTED and the old weights serve; PREPARED without a decision is IN_DOUBT; from MUTATING on a failure leads to ABORTING and QUARANTINED.
+CREATED -> PREFLIGHTED -> LOADED -> PREPARED -> MUTATING -> VERIFIED -> PUBLISHED. Up to PREPARED a failure leads to
+ABORTING and ABORTED and the old weights serve; PREPARED without a decision is IN_DOUBT; from MUTATING on a failure
+leads to ABORTING and QUARANTINED.
 """
 
 from __future__ import annotations

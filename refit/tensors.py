@@ -1,8 +1,8 @@
 """What a trainer hands to a publisher, and what a receiver sees of it.
 
-`LocalTensor` is one contiguous-box piece of a global tensor in local memory, as the adapters yield it; `SourceTensor` is a
-published global tensor as the capture sees it. Neither imports torch: a ``data`` that is a torch tensor is recognised by its
-module when it is used.
+`LocalTensor` is one contiguous-box piece of a global tensor in local memory, as the adapters yield it;
+`SourceTensor` is a published global tensor as the capture sees it. Neither imports torch: a ``data`` that is a
+torch tensor is recognised by its module when it is used.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class LocalTensor:
         for dim, (first, size, total) in enumerate(zip(self.start, local, self.shape, strict=True)):
             if first < 0 or first + size > total:
                 raise PublishError(
-                    f"tensor {self.name!r} dim {dim}: local box [{first}, {first + size}) lies outside the global size {total}"
+                    f"tensor {self.name!r} dim {dim}: local box [{first}, {first + size}) lies outside the global "
+                    f"size {total}"
                 )
         item_bytes = parse_dtype(self.dtype).bits // 8
         got = int(self.data.element_size() if is_torch(self.data) else self.data.itemsize)  # type: ignore[union-attr]

@@ -1,10 +1,11 @@
 """Zero-storage tensors that remember which elements of which source they show.
 
-A loader is run on `Traced` tensors: each wraps a meta tensor, so every view operation of torch (narrow, select, permute, steps,
-unflatten, merging reshapes ...) moves offset, sizes and strides exactly as it would on real memory, and nothing is allocated.
+A loader is run on `Traced` tensors: each wraps a meta tensor, so every view operation of torch (narrow, select,
+permute, steps, unflatten, merging reshapes ...) moves offset, sizes and strides exactly as it would on real memory,
+and nothing is allocated.
 
-1. The meta tensor's storage stands for a *virtual storage*: a source tensor as published, or the result of a copy (``clone``,
-   ``contiguous``, ``cat``, ``stack``) made of pieces of other virtual storages.
+1. The meta tensor's storage stands for a *virtual storage*: a source tensor as published, or the result of a copy
+   (``clone``, ``contiguous``, ``cat``, ``stack``) made of pieces of other virtual storages.
 2. `resolve` walks from a view back through those pieces to the published tensors, and gives source-aligned requests.
 3. A tensor that was computed (and not merely moved) has no virtual storage, only a *taint*: the names it depends on.
 """
@@ -207,7 +208,8 @@ def traced_type() -> type[torch.Tensor]:
         ) -> object:
             names = sorted({n for a in args if isinstance(a, cls) for n in a.origin.names})
             raise UnsupportedLoaderError(
-                f"the loader used {', '.join(names) or 'a traced tensor'} ({func}) after its load_weights had returned, "
+                f"the loader used {', '.join(names) or 'a traced tensor'} ({func}) after its load_weights had "
+                "returned, "
                 "or in another thread; capture follows the calling thread only",
                 source=names[0] if names else "",
             )

@@ -2,12 +2,14 @@
 
     post 0 | wait 0, post 1, copy 0 | wait 1, post 2, copy 1 | ...
 
-Two waves share the staging arena; wave k + 2 is posted only when the copies of wave k are done. On a failure everything in flight is
-waited for (or abandoned by the transport, which then quarantines the memory) before the error is raised.
+Two waves share the staging arena; wave k + 2 is posted only when the copies of wave k are done. On a failure
+everything in flight is waited for (or abandoned by the transport, which then quarantines the memory) before the
+error is raised.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -88,7 +90,6 @@ def _post(transport: Transport, lists: Sequence[Prepared], deadline: Deadline) -
 def _drain(transport: Transport, in_flight: Sequence[Transfer], deadline: Deadline) -> None:
     if not in_flight:
         return
-    try:
+    # The caller has the first error; what is abandoned here is quarantined by the transport.
+    with contextlib.suppress(TransportError):
         transport.wait(in_flight, timeout_s=max(min(deadline.left_s, 5.0), 1e-3))
-    except TransportError:
-        pass  # the caller has the first error; what is abandoned here is quarantined by the transport

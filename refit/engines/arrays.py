@@ -76,8 +76,8 @@ class ArrayEngine:
     dtypes
         Dtype labels of arrays that NumPy has no dtype for (``{"w": "bfloat16"}`` over uint16 storage).
     commit
-        ``swap`` makes the refitted buffers the arrays (fast; earlier array objects keep the old version until the refit after
-        next); ``copy`` writes into the caller's own arrays.
+        ``swap`` makes the refitted buffers the arrays (fast; earlier array objects keep the old version until the
+        refit after next); ``copy`` writes into the caller's own arrays.
     """
 
     def __init__(
@@ -103,7 +103,8 @@ class ArrayEngine:
             label = self._label(name)
             if storage_dtype(label).itemsize != array.dtype.itemsize:
                 raise TableError(
-                    f"array {name!r}: labelled {label} but stored as {array.dtype} ({array.dtype.itemsize} bytes an element)",
+                    f"array {name!r}: labelled {label} but stored as {array.dtype} ({array.dtype.itemsize} bytes "
+                    "an element)",
                     tensor=name,
                     got=array.dtype.itemsize,
                     expected=storage_dtype(label).itemsize,

@@ -1,9 +1,11 @@
-"""Any torch model with a ``load_weights`` method and per-parameter ``weight_loader``s (vLLM's convention), as an engine.
+"""Any torch model with ``load_weights`` and per-parameter ``weight_loader``s (vLLM's convention), as an engine.
 
-1. `LoaderEngine.capture` runs the model's own ``load_weights`` on traced tensors and turns what it wrote into read requests.
-2. `LoaderEngine.load_materialised` runs the same loader on the few sources whose values it computes with, into shadow buffers.
-3. `LoaderEngine.install` swaps the parameters' storages for the shadow buffers (or copies, for memory that a CUDA graph or a device
-   holds).
+1. `LoaderEngine.capture` runs the model's own ``load_weights`` on traced tensors and turns what it wrote into read
+   requests.
+2. `LoaderEngine.load_materialised` runs the same loader on the few sources whose values it computes with, into
+   shadow buffers.
+3. `LoaderEngine.install` swaps the parameters' storages for the shadow buffers (or copies, for memory that a CUDA
+   graph or a device holds).
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ class LoaderEngine:
     load_weights
         Called with an iterable of (name, tensor); the model's own ``load_weights`` by default.
     commit
-        ``swap`` replaces the parameters' storages; ``copy`` keeps their addresses (CUDA graphs). Parameters on a device are always
-        copied.
+        ``swap`` replaces the parameters' storages; ``copy`` keeps their addresses (CUDA graphs). Parameters on a
+        device are always copied.
     allow_unattributed
         Patterns of source names that may end in memory that belongs to no parameter.
     """
@@ -66,7 +68,8 @@ class LoaderEngine:
         loader = load_weights if load_weights is not None else getattr(model, "load_weights", None)
         if not callable(loader):
             raise RefitError(
-                f"{type(model).__name__} has no load_weights; give one, or use reshard.refit.engines.torch_module.TorchModuleEngine"
+                f"{type(model).__name__} has no load_weights; give one, or use "
+                "reshard.refit.engines.torch_module.TorchModuleEngine"
             )
         self.model = model
         self._loader: Loader = loader
@@ -111,7 +114,8 @@ class LoaderEngine:
         )
         if signature_of(places_of(self.model)) != before:
             raise UnsupportedLoaderError(
-                f"{type(self.model).__name__}.load_weights replaced parameters instead of writing into them; the model no longer "
+                f"{type(self.model).__name__}.load_weights replaced parameters instead of writing into them; the "
+                "model no longer "
                 "matches what was captured"
             )
         self._shown = {s.name: s for s in manifest}

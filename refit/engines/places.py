@@ -1,7 +1,8 @@
 """Where does a torch model keep its weights? Every parameter and buffer once, with all its names.
 
-Tied parameters (one memory, two names) are one `Place` with aliases. A place is *writable* if its elements lie dense in memory; its
-destination buffer then has the physical order of dims, so that element offsets in the buffer are those in the parameter's memory.
+Tied parameters (one memory, two names) are one `Place` with aliases. A place is *writable* if its elements lie
+dense in memory; its destination buffer then has the physical order of dims, so that element offsets in the buffer
+are those in the parameter's memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A plain torch module, or a Hugging Face model, as an engine: published names are parameter names.
 
-The module has no loader of its own, so a plain one is used: each published tensor is copied into the parameter or buffer of the same
-(possibly renamed) name; tensors with no such parameter are left for other ranks of the group, whose vote covers all names together.
+The module has no loader of its own, so a plain one is used: each published tensor is copied into the parameter or
+buffer of the same (possibly renamed) name; tensors with no such parameter are left for other ranks of the group,
+whose vote covers all names together.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class TorchModuleEngine(LoaderEngine):
     module
         The live module.
     rename
-        Published name -> parameter name, as a mapping (names that it lacks stay) or a function (None leaves the tensor out).
+        Published name -> parameter name, as a mapping (names that it lacks stay) or a function (None leaves the
+        tensor out).
     commit, allow_unattributed
         As in `LoaderEngine`.
     """
@@ -61,7 +63,8 @@ class TorchModuleEngine(LoaderEngine):
                 continue
             if tuple(target.shape) != tuple(value.shape):
                 raise TableError(
-                    f"published tensor {published!r} has shape {tuple(value.shape)}, parameter {name!r} has {tuple(target.shape)}",
+                    f"published tensor {published!r} has shape {tuple(value.shape)}, parameter {name!r} has "
+                    f"{tuple(target.shape)}",
                     tensor=published,
                     got=tuple(value.shape),
                     expected=tuple(target.shape),

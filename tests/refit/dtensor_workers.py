@@ -31,14 +31,15 @@ def run_rank(channel: Channel, *, rank: int, world: int, store: str, meshes: lis
     try:
         for shape in meshes:
             n_members = math.prod(shape)
-            mesh = DeviceMesh("cpu", torch.arange(n_members).view(*shape))
+            names = ("outer", "inner")[: len(shape)]
+            mesh = DeviceMesh("cpu", torch.arange(n_members).view(*shape), mesh_dim_names=names)
             members = dist.new_group(list(range(n_members)))
-            for tensor in dtensors(mesh):
-                check(tensor, members)
+            for tensor, full in dtensors(mesh):
+                check(tensor, full, members)
                 n_checked += 1
-            for module, copies_over in modules(mesh):
-                for parameter in module.parameters():
-                    check(parameter, members, copies_over)
+            for module, whole, copies_over in modules(mesh):
+                for parameter, full in zip(module.parameters(), whole.parameters(), strict=True):
+                    check(parameter, full.detach(), members, copies_over)
                     n_checked += 1
             refuses_partial(mesh)
         channel.send({"answer": {"n_checked": n_checked}})
@@ -46,22 +47,21 @@ def run_rank(channel: Channel, *, rank: int, world: int, store: str, meshes: lis
         dist.destroy_process_group()
 
 
-def dtensors(mesh: DeviceMesh) -> Iterator[DTensor]:
-    """DTensors of every shape with every combination of placements over the mesh."""
+def dtensors(mesh: DeviceMesh) -> Iterator[tuple[DTensor, torch.Tensor]]:
+    """DTensors of every shape with every combination of placements over the mesh, each with its full tensor."""
     for shape in SHAPES:
         full = torch.arange(torch.tensor(shape).prod().item(), dtype=torch.float32).view(shape)
         kinds: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
         for placements in itertools.product(kinds, repeat=mesh.ndim):
-            yield distribute_tensor(full, mesh, placements)
+            yield distribute_tensor(full, mesh, placements), full
         if mesh.ndim == 2:
             for dim in range(len(shape)):
                 strided = [_StridedShard(dim, split_factor=mesh.size(1)), Shard(dim)]
-                yield distribute_tensor(full, mesh, strided, src_data_rank=None)
-                yield distribute_tensor(
-                    full, mesh, [_StridedShard(dim, split_factor=3), Replicate()], src_data_rank=None
-                )
+                yield distribute_tensor(full, mesh, strided, src_data_rank=None), full
+                lone = [_StridedShard(dim, split_factor=3), Replicate()]
+                yield distribute_tensor(full, mesh, lone, src_data_rank=None), full
     scalar = torch.tensor(3.5, dtype=torch.bfloat16)
-    yield distribute_tensor(scalar, mesh, [Replicate()] * mesh.ndim)
+    yield distribute_tensor(scalar, mesh, [Replicate()] * mesh.ndim), scalar
 
 
 class Layer(nn.Module):
@@ -75,27 +75,28 @@ class Layer(nn.Module):
         self.scale = nn.Parameter(torch.randn(3))
 
 
-def modules(mesh: DeviceMesh) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
+def modules(mesh: DeviceMesh) -> Iterator[tuple[nn.Module, nn.Module, tuple[str, ...]]]:
     """FSDP2 on a 1-D mesh; HSDP and FSDP over tensor parallelism on a 2-D one."""
     if mesh.get_coordinate() is None:
         return
     if mesh.ndim == 1:
         module = Layer(1)
         fully_shard(module, mesh=mesh)
-        yield module, ()
+        yield module, Layer(1), ()
         return
-    named = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=("outer", "inner"))
     hybrid = Layer(2)
-    fully_shard(hybrid, mesh=named)
-    yield hybrid, ()
+    fully_shard(hybrid, mesh=mesh)
+    yield hybrid, Layer(2), ()
     if 10 % mesh.size(1) == 0:
         both = Layer(3)
-        parallelize_module(both, named["inner"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        fully_shard(both, mesh=named["outer"])
-        yield both, ("inner",)
+        parallelize_module(both, mesh["inner"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(both, mesh=mesh["outer"])
+        yield both, Layer(3), ("inner",)
 
 
-def check(tensor: torch.Tensor, members: dist.ProcessGroup | None, copies_over: tuple[str, ...] = ()) -> None:
+def check(
+    tensor: torch.Tensor, full: torch.Tensor, members: dist.ProcessGroup | None, copies_over: tuple[str, ...] = ()
+) -> None:
     """All ranks' boxes, pasted together, are the full tensor; each element is held as often as dims replicate it."""
     assert isinstance(tensor, DTensor)
     mesh = tensor.device_mesh
@@ -110,7 +111,8 @@ def check(tensor: torch.Tensor, members: dist.ProcessGroup | None, copies_over: 
     described = [(box.start, box.stop, box.replica_group, torch.as_tensor(box.data).clone()) for box in held]
     everybody: list[Any] = [None] * dist.get_world_size(members)
     dist.all_gather_object(everybody, described, group=members)
-    full = tensor.full_tensor()
+    if not any(isinstance(placement, _StridedShard) for placement in tensor.placements):
+        assert torch.equal(tensor.full_tensor(), full)  # torch 2.13 cannot gather every uneven strided split itself
     replicas = len(everybody) // mesh.size()
     for size, placement in zip(mesh.shape, tensor.placements, strict=True):
         replicas *= size if isinstance(placement, Replicate) else 1
