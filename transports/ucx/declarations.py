@@ -138,7 +138,7 @@ ucs_status_t ucp_ep_create(uintptr_t worker, const ucp_ep_params_t *params, uint
 uintptr_t ucp_ep_close_nbx(uintptr_t ep, const ucp_request_param_t *param);
 ucs_status_t ucp_ep_query(uintptr_t ep, ucp_ep_attr_t *attr);
 void ucp_ep_print_info(uintptr_t ep, void *stream);
-uintptr_t ucp_ep_flush_nbx(uintptr_t ep, const ucp_request_param_t *param);
+uintptr_t ucp_worker_flush_nbx(uintptr_t worker, const ucp_request_param_t *param);
 ucs_status_t ucp_ep_rkey_unpack(uintptr_t ep, const void *buffer, uintptr_t *rkey);
 void ucp_rkey_destroy(uintptr_t rkey);
 
@@ -203,6 +203,7 @@ EP_ATTR_FIELD_TRANSPORTS = 1 << 3
 # ucs_status_t
 OK = 0
 INPROGRESS = 1
+ERR_IO_ERROR = -3
 ERR_BUSY = -15
 ERR_CANCELED = -16
 ERR_LAST = -100

@@ -12,10 +12,11 @@ Each peer has its own worker, so that peers are read in parallel by as many thre
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +29,16 @@ from reshard.transports.ucx.library import Library
 from reshard.transports.ucx.requests import CHUNK, RequestRing
 from reshard.transports.ucx.worker import Worker
 
+_log = logging.getLogger(__name__)
+
 _PEER_GONE = frozenset({-6, -16, -20, -23, -24, -25, *range(-59, -39), *range(-89, -59)})
 """UNREACHABLE, CANCELED, TIMED_OUT, REJECTED, NOT_CONNECTED, CONNECTION_RESET, link and endpoint failures."""
 _SPIN = 16
-_CLOSE_S = 0.5
+_CLOSE_S = 2.0
+_DIAGNOSIS_S = 0.1
+
+_STUCK: list[Lane] = []
+"""Lanes whose reads would not end: UCX may still use their memory, so it is never freed."""
 
 
 @dataclass(slots=True)
@@ -76,6 +83,11 @@ class Lane:
     address : bytes
         The peer's UCX worker address.
 
+    Attributes
+    ----------
+    stuck : bool
+        It was closed, and reads of its would not end.
+
     Raises
     ------
     PeerError
@@ -89,6 +101,7 @@ class Lane:
         self.library = context.library
         self._lock = threading.Lock()
         self._closing = False
+        self.stuck = False
         self._death: TransportError | None = None
         self._keys: list[int] = []
         self._endpoint = 0
@@ -161,7 +174,10 @@ class Lane:
                 return False
 
     def close(self) -> None:
-        """Disconnect and destroy the worker: on return it writes no more. From any thread, idempotent."""
+        """Disconnect and destroy the worker: on return it writes no more, or it is `stuck`.
+
+        From any thread, idempotent, never raises.
+        """
         self._closing = True  # makes a `drive` of another thread return after its round
         with self._lock:
             self._tear_down()
@@ -210,10 +226,10 @@ class Lane:
             moved = True
             worst = ring.release(chunk)
             if worst < d.OK:
-                self._die(self._error(worst, "ucp_get_nbx"))
+                self._die(worst, "ucp_get_nbx")
         failed = self._failures.status(self._token)
         if failed:
-            self._die(self._error(failed, "endpoint"))
+            self._die(failed, "endpoint")
         return gets._next == len(gets) and not gets._chunks, moved
 
     def _create_endpoint(self, address: bytes) -> int:
@@ -248,24 +264,39 @@ class Lane:
             return PeerError(f"peer {self.peer!r} is gone: {what}: {text}", peer=self.peer)
         return TransferError(f"reading from peer {self.peer!r} failed: {what}: {text}", peer=self.peer)
 
-    def _die(self, error: TransportError) -> None:
-        self._death = error
+    def _die(self, status: int, what: str) -> NoReturn:
+        """Find out why, tear down, and raise."""
+        if status == d.ERR_IO_ERROR:
+            # What CMA says when the peer has died and when its memory is gone. If it has died, its sockets are being
+            # closed, and the endpoint's error follows.
+            stop = time.monotonic() + _DIAGNOSIS_S
+            while not self._failures.status(self._token) and time.monotonic() < stop:
+                self._worker.progress()
+            status = self._failures.status(self._token) or status
+        self._death = self._error(status, what)
         self._tear_down()
-        raise error
+        raise self._death
 
     def _tear_down(self) -> None:
+        if not self._worker.handle or self.stuck:
+            return
         ucp = self.library.ucp
         if self._endpoint:
             endpoint, self._endpoint = self._endpoint, 0
             params = self.library.ffi.new("ucp_request_param_t *")
             params.op_attr_mask = d.OP_FIELD_FLAGS
             params.flags = d.EP_CLOSE_FLAG_FORCE
-            request = ucp.ucp_ep_close_nbx(endpoint, params)
-            stop = time.monotonic() + _CLOSE_S
-            if 0 < request < (1 << 64) + d.ERR_LAST:
-                while ucp.ucp_request_check_status(request) == d.INPROGRESS and time.monotonic() < stop:
-                    self._worker.progress()
-                ucp.ucp_request_free(request)
+            self._worker.finish(ucp.ucp_ep_close_nbx(endpoint, params), _CLOSE_S)
+        # UCX cancels what it queued for the network, but copies over CMA wait their turn, and destroying a worker
+        # in front of them ends the process.
+        stop = time.monotonic() + _CLOSE_S
+        while self._ring.busy() and time.monotonic() < stop:
+            self._worker.progress()
+        if self._ring.busy():
+            self.stuck = True
+            _STUCK.append(self)
+            _log.error("reads from peer %r did not end in %s s; their worker is left as it is", self.peer, _CLOSE_S)
+            return
         for key in self._keys:
             ucp.ucp_rkey_destroy(key)
         self._keys.clear()

@@ -75,10 +75,9 @@ class RequestRing:
         """Chunks that can be posted now."""
         return len(self._free)
 
-    @property
-    def idle(self) -> bool:
-        """Whether no request is in flight."""
-        return len(self._free) == N_CHUNKS
+    def busy(self) -> bool:
+        """Return whether any request is in flight."""
+        return bool((self._status == d.INPROGRESS).any())
 
     def post(
         self,

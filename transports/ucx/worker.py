@@ -11,6 +11,7 @@ import logging
 import os
 import select
 import threading
+import time
 
 from reshard.transports.errors import TransportError
 from reshard.transports.ucx import declarations as d
@@ -19,6 +20,7 @@ from reshard.transports.ucx.context import Context
 _log = logging.getLogger(__name__)
 
 _IDLE_ROUNDS = 20
+_MAX_ROUNDS = 5000
 
 
 class Worker:
@@ -64,10 +66,27 @@ class Worker:
         return bool(self._progress(self.handle))
 
     def drain(self) -> None:
-        """Progress until nothing has been due for a few rounds."""
+        """Progress until nothing has been due for a few rounds, or for many if something always is."""
         idle = 0
-        while idle < _IDLE_ROUNDS:
+        for _ in range(_MAX_ROUNDS):
             idle = 0 if self._progress(self.handle) else idle + 1
+            if idle == _IDLE_ROUNDS:
+                return
+
+    def finish(self, request: int, timeout_s: float) -> bool:
+        """Progress until a request that a native call returned has ended, and free it; return whether it has."""
+        if not 0 < request < (1 << 64) + d.ERR_LAST:
+            return True
+        check, stop = self.library.ucp.ucp_request_check_status, time.monotonic() + timeout_s
+        while (running := check(request) == d.INPROGRESS) and time.monotonic() < stop:
+            self._progress(self.handle)
+        self.library.ucp.ucp_request_free(request)
+        return not running
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all that the worker has to send is out, or was given up; return whether it is."""
+        params = self.library.ffi.new("ucp_request_param_t *")
+        return self.finish(int(self.library.ucp.ucp_worker_flush_nbx(self.handle, params)), timeout_s)
 
     def arm(self) -> bool:
         """Ask for the next event to be signalled; return False if one is pending, so that progress is due."""
@@ -77,12 +96,12 @@ class Worker:
         self._check(status, "ucp_worker_arm")
         return True
 
-    def wait_event(self, timeout_s: float, *wake_fds: int) -> None:
-        """Sleep until the armed worker, or one of ``wake_fds``, has an event."""
+    def wait_event(self, timeout_s: float, *wake_fds: int) -> bool:
+        """Sleep until the armed worker, or one of ``wake_fds``, has an event; return whether one has."""
         poller = select.poll()
         for fd in (self.event_fd, *wake_fds):
             poller.register(fd, select.POLLIN)
-        poller.poll(max(timeout_s, 0.0) * 1e3)
+        return bool(poller.poll(max(timeout_s, 0.0) * 1e3))
 
     def close(self) -> None:
         """Destroy the worker and every endpoint on it: on return it writes to no memory.  Idempotent."""
@@ -107,16 +126,22 @@ class ServingThread:
     """
 
     _SAFETY_S = 1.0  # progress at least this often: keep-alives, and events that UCX failed to signal
+    _FINISH_S = 2.0
+    _QUIET_S = 0.02
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._stop = threading.Event()
+        self._quiet = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="reshard-ucx-serve", daemon=True)
         self._thread.start()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Stop; return whether the thread has ended, so that the worker may be destroyed.  Never raises."""
+        """Let replies under way be sent, and stop; return whether the worker may be destroyed. Never raises.
+
+        It may not while replies are queued for a peer that does not take them, or keeps asking: UCX would crash.
+        """
         self._stop.set()
         if self._thread.is_alive():
             os.eventfd_write(self._wake_fd, 1)
@@ -125,7 +150,7 @@ class ServingThread:
         if ended and self._wake_fd >= 0:
             os.close(self._wake_fd)
             self._wake_fd = -1
-        return ended
+        return ended and self._quiet
 
     def _run(self) -> None:
         try:
@@ -133,5 +158,17 @@ class ServingThread:
                 self._worker.drain()
                 if self._worker.arm():
                     self._worker.wait_event(self._SAFETY_S, self._wake_fd)
+            self._quiet = self._finish()
         except TransportError:
             _log.exception("the UCX serving thread ended; peers that read over TCP will time out")
+
+    def _finish(self) -> bool:
+        stop = time.monotonic() + self._FINISH_S
+        while (left := stop - time.monotonic()) > 0:
+            self._worker.drain()
+            if not self._worker.flush(left):
+                break
+            if self._worker.arm() and not self._worker.wait_event(self._QUIET_S):
+                return True
+        _log.warning("a peer is still reading after %s s; its connection is left to the process's end", self._FINISH_S)
+        return False
