@@ -12,10 +12,12 @@ from collections.abc import Iterable
 from reshard.rendezvous.errors import InvalidRequestError
 
 __all__ = [
+    "CHUNK_BYTES",
     "DIGEST_BYTES",
     "ID_BYTES",
     "MAX_DIM_ELEMS",
     "MAX_ENDPOINTS",
+    "MAX_ENDPOINTS_BYTES",
     "MAX_ENDPOINT_BYTES",
     "MAX_MEMBERS",
     "MAX_MESSAGE_BYTES",
@@ -23,9 +25,12 @@ __all__ = [
     "MAX_RANK",
     "MAX_REGIONS",
     "MAX_ROOTS",
+    "MAX_ROOT_NAMES_BYTES",
     "MAX_ROWS",
     "MAX_SLOTS",
+    "MAX_TABLE_BYTES",
     "MAX_TIMEOUT_S",
+    "MAX_TOPOLOGY_BYTES",
     "MAX_TTL_S",
     "check_bytes",
     "check_choice",
@@ -42,12 +47,17 @@ MAX_NAME_BYTES = 4096  # UTF-8 bytes of any name: tensors, slots, members, model
 MAX_RANK = 16  # dims of a tensor
 MAX_DIM_ELEMS = 2**40  # elements along one dim
 MAX_ROWS = 10**7  # rows of a table part
-MAX_REGIONS = 10**6  # regions of a holder
+MAX_REGIONS = 65536  # regions of a holder
 MAX_SLOTS = 16384  # slots of a version
 MAX_MEMBERS = 16384  # ranks of a group
 MAX_ENDPOINTS = 16  # transports that a worker offers
 MAX_ENDPOINT_BYTES = 1 << 20  # one transport's endpoint message
+MAX_ENDPOINTS_BYTES = 2 << 20  # all of a worker's endpoint messages
 MAX_ROOTS = 4096  # replica groups and aliases of a slot
+MAX_ROOT_NAMES_BYTES = 512 << 10  # the names of a slot's replica groups and aliases together
+MAX_TABLE_BYTES = 1 << 30  # a dictionary or part, encoded, however many chunks it comes in
+MAX_TOPOLOGY_BYTES = 1 << 30  # the unchanging part of a version's slots
+CHUNK_BYTES = 1 << 20  # data per message of a chunked stream
 MAX_MESSAGE_BYTES = 4 << 20  # one gRPC message; larger things travel in chunks
 MAX_TTL_S = 3600.0
 MAX_TIMEOUT_S = 7 * 86400.0

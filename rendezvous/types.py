@@ -20,10 +20,12 @@ from reshard.rendezvous.errors import InvalidRequestError
 __all__ = [
     "Decision",
     "Description",
+    "Facts",
     "GroupStatus",
     "Lease",
     "LeaseStatus",
     "Manifest",
+    "Progress",
     "SlotRecord",
     "SlotStatus",
     "TransactionStatus",
@@ -53,6 +55,19 @@ class Decision(Enum):
     SERVE = "serve"
     QUARANTINE = "quarantine"
     UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """A transaction's two facts as far as they are recorded, and why.
+
+    ``decision`` is PENDING, COMMIT, ABORT or UNKNOWN; ``outcome`` is PENDING, SERVE, QUARANTINE or UNKNOWN.
+    ``reason`` names the member, slot or tensor that made it ABORT or QUARANTINE.
+    """
+
+    decision: Decision
+    outcome: Decision = Decision.PENDING
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -167,9 +182,7 @@ class SlotRecord:
         if bases.size and bool((bases + sizes.view(np.uint64) < bases).any()):
             raise InvalidRequestError("record.region_bases", "a region runs past 2^64")
         for name in ("header_region", "digest_region"):
-            limits.check_int(
-                f"record.{name}", getattr(self, name), at_least=-1, at_most=max(bases.size - 1, -1)
-            )
+            limits.check_int(f"record.{name}", getattr(self, name), at_least=-1, at_most=max(bases.size - 1, -1))
         roots = {
             limits.check_name("record.roots", key): limits.check_digest(f"record.roots[{key!r:.80}]", root)
             for key, root in _sorted_items("record.roots", self.roots, limits.MAX_ROOTS)
@@ -242,6 +255,18 @@ class Manifest:
             if record.slot == name:
                 return record
         raise KeyError(f"version {self.version} has no slot {name!r}; it has {[r.slot for r in self.slots]}")
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the awaited version got: slots filled of those expected (0: no version is open), and what is wrong."""
+
+    n_filled: int = 0
+    n_slots: int = 0
+    missing: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    empty: tuple[str, ...] = ()
+    message: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,306 @@
+"""Which tables and name sets are here, by digest? As objects within a process, or as encoded blobs of a store.
+
+Both answer what a decision needs: which published names did no member of a group consume. Sets of names are
+content-addressed and change seldom, so the answer is remembered.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from reshard.planner.dictionaries import GeometryDict, TensorDict
+from reshard.planner.shards import ShardPart
+from reshard.rendezvous import limits
+from reshard.rendezvous.converts import (
+    geometries_from_message,
+    names_from_message,
+    part_from_message,
+    tensors_from_message,
+)
+from reshard.rendezvous.errors import InvalidRequestError, StaleError
+from reshard.rendezvous.store import Store
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+    from reshard.proto.v1 import tables_pb2
+
+__all__ = ["BlobCatalog", "Lru", "ObjectCatalog", "parse_content"]
+
+K = TypeVar("K")
+V = TypeVar("V")
+Unconsumed = tuple[str, ...]
+
+
+class Lru(Generic[K, V]):
+    """A mapping that keeps what was used last, up to a number of entries."""
+
+    def __init__(self, at_most: int) -> None:
+        self._entries: OrderedDict[K, V] = OrderedDict()
+        self._at_most = at_most
+
+    def get(self, key: K) -> V | None:
+        """Return an entry, or None."""
+        value = self._entries.get(key)
+        if value is not None:
+            self._entries.move_to_end(key)
+        return value
+
+    def put(self, key: K, value: V) -> None:
+        """Keep an entry, dropping the one used longest ago if there are too many."""
+        self._entries[key] = value
+        self._entries.move_to_end(key)
+        if len(self._entries) > self._at_most:
+            self._entries.popitem(last=False)
+
+
+class _Names:
+    """Names by table digest and by set digest, and what a decision asks of them."""
+
+    def __init__(self) -> None:
+        self._of_table: Lru[bytes, frozenset[str]] = Lru(4096)
+        self._of_set: Lru[bytes, frozenset[str]] = Lru(4096)
+        self._answers: Lru[tuple[tuple[bytes, ...], tuple[bytes, ...], tuple[str, ...]], Unconsumed] = Lru(256)
+
+    def unconsumed(
+        self, tables: Sequence[bytes], name_sets: Sequence[bytes], allowed: Sequence[str]
+    ) -> Sequence[str] | None:
+        """Return names of `tables` in none of `name_sets` that no pattern allows; None if not loaded."""
+        key = (tuple(tables), tuple(name_sets), tuple(allowed))
+        known = self._answers.get(key)
+        if known is not None:
+            return known
+        published: set[str] = set()
+        for digest in tables:
+            names = self._of_table.get(digest)
+            if names is None:
+                return None
+            published |= names
+        for digest in name_sets:
+            names = self._of_set.get(digest)
+            if names is None:
+                return None
+            published -= names
+        for pattern in allowed:
+            published.difference_update(fnmatch.filter(published, pattern))
+        answer = tuple(sorted(published))
+        self._answers.put(key, answer)
+        return answer
+
+
+class ObjectCatalog(_Names):
+    """Tables as objects, for the in-process rendezvous. They stay as long as it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parts: dict[bytes, ShardPart] = {}
+        self._sets: dict[bytes, frozenset[str]] = {}
+
+    def put_part(self, part: ShardPart) -> bytes:
+        """Keep a table."""
+        self._parts.setdefault(part.digest, part)
+        return part.digest
+
+    def get_part(self, digest: bytes) -> ShardPart:
+        """Return a table; StaleError if it is not here."""
+        part = self._parts.get(digest)
+        if part is None:
+            raise StaleError(f"table {digest.hex()[:16]}... is not here")
+        return part
+
+    def put_names(self, digest: bytes, names: Iterable[str]) -> None:
+        """Keep a set of names."""
+        self._sets.setdefault(digest, frozenset(names))
+
+    async def n_rows(self, table: bytes) -> int | None:
+        """Return the number of rows of a table, None if it is not here."""
+        part = self._parts.get(table)
+        return len(part) if part is not None else None
+
+    async def load_names(self, tables: Sequence[bytes], name_sets: Sequence[bytes]) -> None:
+        """Make :meth:`unconsumed` answerable."""
+        for digest in tables:
+            self._of_table.put(digest, frozenset(self.get_part(digest).tensors.names_list))
+        for digest in name_sets:
+            if digest not in self._sets:
+                raise StaleError(f"name set {digest.hex()[:16]}... is not here")
+            self._of_set.put(digest, self._sets[digest])
+
+    async def sweep(self, pinned: Iterable[bytes]) -> None:
+        """Keep everything: tables are shared with their publishers, and the process ends some day."""
+
+
+class BlobCatalog(_Names):
+    """Tables as encoded messages in a store, checked before they are kept."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+        self._tensors: Lru[bytes, TensorDict] = Lru(64)
+        self._geometries: Lru[bytes, GeometryDict] = Lru(64)
+        self._heads: Lru[bytes, tuple[int, bytes, bytes]] = Lru(4096)  # part: rows, tensors, geometries
+
+    async def missing(self, digests: Sequence[bytes]) -> list[bytes]:
+        """Return those of `digests` that are not here."""
+        found = await self._store.has_blobs(digests)
+        return [digest for digest, here in zip(digests, found, strict=True) if not here]
+
+    async def get(self, digest: bytes) -> bytes:
+        """Return the encoded content under a digest; StaleError if it is not here."""
+        blob = await self._store.get_blob(digest)
+        if blob is None:
+            raise StaleError(f"content {digest.hex()[:16]}... is not here")
+        return blob
+
+    async def put_table(
+        self, part_digest: bytes, tensors_digest: bytes, geometries_digest: bytes, contents: Mapping[bytes, bytes]
+    ) -> list[bytes]:
+        """Check and keep a table and those dictionaries that `contents` holds; the part last: none is seen in part.
+
+        Returns
+        -------
+        Digests that are neither here nor in `contents`; if there are any, the part was not kept.
+        """
+        digests = (tensors_digest, geometries_digest, part_digest)
+        missing = [digest for digest in await self.missing(digests) if digest not in contents]
+        tensors = await self._put_tensors(tensors_digest, contents)
+        geometries = await self._put_geometries(geometries_digest, contents)
+        if missing or part_digest not in contents or tensors is None or geometries is None:
+            return missing
+        message = _part(contents[part_digest])
+        if (message.tensors_digest, message.geometries_digest) != (tensors_digest, geometries_digest):
+            raise InvalidRequestError("part.tensors_digest", "the part names other dictionaries than its header")
+        part = part_from_message(message, tensors, geometries, part_digest)
+        await self._store.put_blob(part_digest, _canonical(message))
+        self._heads.put(part_digest, (len(part), tensors_digest, geometries_digest))
+        return []
+
+    async def _put_tensors(self, digest: bytes, contents: Mapping[bytes, bytes]) -> TensorDict | None:
+        known = self._tensors.get(digest)
+        if known is not None and digest not in contents:
+            return known
+        blob = contents.get(digest) or await self._store.get_blob(digest)
+        if blob is None:
+            return None
+        message = _tensors(blob)
+        tensors = known or tensors_from_message(message, digest)
+        if digest in contents:
+            await self._store.put_blob(digest, _canonical(message))
+        self._tensors.put(digest, tensors)
+        return tensors
+
+    async def _put_geometries(self, digest: bytes, contents: Mapping[bytes, bytes]) -> GeometryDict | None:
+        known = self._geometries.get(digest)
+        if known is not None and digest not in contents:
+            return known
+        blob = contents.get(digest) or await self._store.get_blob(digest)
+        if blob is None:
+            return None
+        message = _geometries(blob)
+        geometries = known or geometries_from_message(message, digest)
+        if digest in contents:
+            await self._store.put_blob(digest, _canonical(message))
+        self._geometries.put(digest, geometries)
+        return geometries
+
+    async def put_names(self, digest: bytes, blob: bytes) -> None:
+        """Check and keep a set of names."""
+        message = _names(blob)
+        self._of_set.put(digest, names_from_message(message, digest))
+        await self._store.put_blob(digest, _canonical(message))
+
+    async def head(self, part_digest: bytes) -> tuple[int, bytes, bytes] | None:
+        """Return a part's number of rows and the digests of its two dictionaries; None if it is not here."""
+        head = self._heads.get(part_digest)
+        if head is not None and (await self._store.has_blobs([part_digest]))[0]:
+            return head
+        blob = await self._store.get_blob(part_digest)
+        if blob is None:
+            return None
+        message = _part(blob)
+        head = (message.n_rows, message.tensors_digest, message.geometries_digest)
+        self._heads.put(part_digest, head)
+        return head
+
+    async def n_rows(self, table: bytes) -> int | None:
+        """Return the number of rows of a table, None if it is not here."""
+        head = await self.head(table)
+        return head[0] if head is not None else None
+
+    async def load_names(self, tables: Sequence[bytes], name_sets: Sequence[bytes]) -> None:
+        """Make :meth:`unconsumed` answerable."""
+        of_dict: dict[bytes, frozenset[str]] = {}
+        for table in tables:
+            if self._of_table.get(table) is not None:
+                continue
+            head = await self.head(table)
+            tensors = await self._put_tensors(head[1], {}) if head is not None else None
+            if head is None or tensors is None:
+                raise StaleError(f"table {table.hex()[:16]}... is not here")
+            names = of_dict.setdefault(head[1], frozenset(tensors.names_list))
+            self._of_table.put(table, names)
+        for digest in name_sets:
+            if self._of_set.get(digest) is None:
+                self._of_set.put(digest, names_from_message(_names(await self.get(digest)), digest))
+
+    async def sweep(self, pinned: Iterable[bytes]) -> None:
+        """Forget content long unused, but for the tables in `pinned` and their dictionaries."""
+        keep: set[bytes] = set()
+        for table in pinned:
+            head = await self.head(table)
+            keep.add(table)
+            keep.update(head[1:] if head is not None else ())
+        await self._store.sweep_blobs(keep)
+
+
+def parse_content(field: str, message: Message, blob: bytes) -> None:
+    """Parse bytes into a message, or raise InvalidRequestError naming it."""
+    from google.protobuf.message import DecodeError
+
+    try:
+        message.ParseFromString(blob)
+    except DecodeError:
+        raise InvalidRequestError(field, f"these {len(blob)} bytes are no {message.DESCRIPTOR.name}") from None
+
+
+def _part(blob: bytes) -> tables_pb2.ShardPart:
+    from reshard.proto.v1 import tables_pb2
+
+    message = tables_pb2.ShardPart()
+    parse_content("part", message, blob)
+    limits.check_digest("part.tensors_digest", message.tensors_digest)
+    limits.check_digest("part.geometries_digest", message.geometries_digest)
+    return message
+
+
+def _tensors(blob: bytes) -> tables_pb2.TensorDict:
+    from reshard.proto.v1 import tables_pb2
+
+    message = tables_pb2.TensorDict()
+    parse_content("tensors", message, blob)
+    return message
+
+
+def _geometries(blob: bytes) -> tables_pb2.GeometryDict:
+    from reshard.proto.v1 import tables_pb2
+
+    message = tables_pb2.GeometryDict()
+    parse_content("geometries", message, blob)
+    return message
+
+
+def _names(blob: bytes) -> tables_pb2.NameSet:
+    from reshard.proto.v1 import tables_pb2
+
+    message = tables_pb2.NameSet()
+    parse_content("names", message, blob)
+    return message
+
+
+def _canonical(message: Message) -> bytes:
+    """Bytes of the message without fields that this version does not know."""
+    message.DiscardUnknownFields()  # type: ignore[no-untyped-call, unused-ignore]
+    return message.SerializeToString(deterministic=True)
