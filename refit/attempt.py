@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from reshard.refit.clock import StageClock
 from reshard.refit.deadline import Deadline
@@ -21,7 +21,7 @@ from reshard.refit.report import MemoryLedger, RefitReport, Verified
 from reshard.refit.stages import RefitStage, StageMachine
 from reshard.refit.waves import WireTotals
 from reshard.rendezvous.errors import RendezvousError
-from reshard.rendezvous.types import Decision, VersionKey
+from reshard.rendezvous.types import Decision, Facts, VersionKey
 from reshard.transports.errors import TransportError
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ class Attempt:
             self._say_no(error)
             raise
         self.machine.advance(RefitStage.PREPARED)
-        decision = self._vote(manifest, planned)
-        self._decided(manifest, planned, decision, self._deadline)
+        facts = self._vote(manifest, planned)
+        self._decided(manifest, planned, facts, self._deadline)
         return self._report(manifest, planned)
 
     def settle(self, deadline: Deadline) -> None:
@@ -93,14 +93,14 @@ class Attempt:
         manifest, planned = self._manifest, self._planned
         if manifest is None or planned is None:
             return
-        decision, outcome = self._ask(manifest, deadline)
-        if self.machine.stage is RefitStage.IN_DOUBT:
-            try:
-                self._decided(manifest, planned, decision, deadline)
-            except (RefitAborted, QuarantinedError) as error:
-                logger.warning("member %s: %s", self._receiver.member, error)
-        else:
-            self._finish(manifest, outcome)
+        facts = self._ask(manifest, deadline)
+        try:
+            if self.machine.stage is RefitStage.IN_DOUBT:
+                self._decided(manifest, planned, facts, deadline)
+            else:
+                self._finish(manifest, facts)
+        except (RefitAborted, QuarantinedError) as error:
+            logger.warning("member %s: %s", self._receiver.member, error)
 
     # -- before the vote
 
@@ -180,7 +180,7 @@ class Attempt:
             self._keeper.release()
         manifest = self._manifest
         if manifest is not None:
-            reason = f"{type(error).__name__}: {error}"[:1000]
+            reason = f"{type(error).__name__}: {error}"[:1000].replace("\0", " ")
             try:
                 r.rendezvous.vote(
                     manifest.transaction,
@@ -195,7 +195,7 @@ class Attempt:
 
     # -- the vote
 
-    def _vote(self, manifest: Manifest, planned: Planned) -> Decision:
+    def _vote(self, manifest: Manifest, planned: Planned) -> Facts:
         r = self._receiver
         self._clock.enter("vote")
         try:
@@ -214,33 +214,26 @@ class Attempt:
             r.set_state("in_doubt", None)
             logger.warning("member %s voted yes on %s and lost the answer: %s", r.member, manifest.version, error)
             try:
-                decision, _ = self._ask(manifest, self._deadline)
+                return self._ask(manifest, self._deadline)
             except InDoubtError as doubt:
                 self._emit_stages("in_doubt")
                 raise doubt from error
-            return decision
 
-    def _ask(self, manifest: Manifest, deadline: Deadline) -> tuple[Decision, Decision | None]:
+    def _ask(self, manifest: Manifest, deadline: Deadline) -> Facts:
         """Ask until the first fact (or, after an install, the second) is known."""
         r = self._receiver
         last: RendezvousError | None = None
         mutated = self.machine.mutated
         while deadline.left_s > 0:
             try:
-                decision, outcome = r.rendezvous.ask_decision(
-                    manifest.transaction, timeout_s=min(_ASK_S, max(deadline.left_s, 1e-3))
-                )
+                wait_s = min(_ASK_S, max(deadline.left_s, 1e-3))
+                facts = r.rendezvous.ask_decision(manifest.transaction, wait_s=wait_s, timeout_s=wait_s + _ASK_S)
             except RendezvousError as error:
                 last = error
                 r.pause(min(0.1, max(deadline.left_s, 0.0)))
                 continue
-            if decision is Decision.UNKNOWN:
-                return decision, Decision.QUARANTINE
-            if mutated and outcome in (Decision.SERVE, Decision.QUARANTINE):
-                return decision, outcome
-            if not mutated and decision in (Decision.COMMIT, Decision.ABORT):
-                return decision, outcome
-            r.pause(min(0.05, max(deadline.left_s, 0.0)))
+            if (facts.outcome if mutated else facts.decision) is not Decision.PENDING:
+                return facts
         raise InDoubtError(
             f"member {r.member!r} voted yes on {manifest.version} and could not learn the decision within "
             f"{deadline.timeout_s:g} s; it serves nothing new until Receiver.resolve does"
@@ -248,19 +241,19 @@ class Attempt:
 
     # -- after it
 
-    def _decided(self, manifest: Manifest, planned: Planned, decision: Decision, deadline: Deadline) -> None:
+    def _decided(self, manifest: Manifest, planned: Planned, facts: Facts, deadline: Deadline) -> None:
         r = self._receiver
-        if decision is Decision.ABORT:
+        if facts.decision is Decision.ABORT:
             self.machine.fail()
             r.restore_state()
             self._emit_stages("aborted")
-            reason = r.abort_reason(manifest.transaction)
+            reason = facts.reason or "no reason given"
             raise RefitAborted(
                 f"the group did not take {manifest.version}: {reason}; the old weights serve",
                 failures={"group": reason},
             )
-        if decision is not Decision.COMMIT:
-            self._quarantine(manifest, f"the decision on {manifest.version} is {decision.name}")
+        if facts.decision is not Decision.COMMIT:
+            self._quarantine(f"the decision on {manifest.version} is {facts.decision.name}")
         self.machine.advance(RefitStage.MUTATING)
         r.set_state("changing", None)
         try:
@@ -271,7 +264,7 @@ class Attempt:
         except BaseException as error:
             self.machine.fail()
             r.set_state("quarantined", None)
-            self._tell_installed(manifest, False, deadline)
+            self._tell_installed(manifest, f"{type(error).__name__}: {error}", deadline)
             self._emit_stages("quarantined")
             if isinstance(error, Exception):
                 raise QuarantinedError(
@@ -280,22 +273,23 @@ class Attempt:
                 ) from error
             raise
         self._clock.enter("serve")
-        outcome = self._tell_installed(manifest, True, deadline)
+        outcome = self._tell_installed(manifest, "", deadline)
         if outcome is None:
             r.set_state("in_doubt", None)
-            _, outcome = self._ask(manifest, deadline)
+            outcome = self._ask(manifest, deadline)
         self._finish(manifest, outcome)
 
-    def _finish(self, manifest: Manifest, outcome: Decision | None) -> None:
+    def _finish(self, manifest: Manifest, facts: Facts) -> None:
         r = self._receiver
-        if outcome is Decision.SERVE:
+        if facts.outcome is Decision.SERVE:
             self.machine.advance(RefitStage.PUBLISHED)
             r.set_state("serving", manifest.version)
             self._emit_stages("served")
             return
-        self._quarantine(manifest, f"another member failed while installing {manifest.version}")
+        why = facts.reason or f"the outcome is {facts.outcome.name}"
+        self._quarantine(f"the group did not finish installing {manifest.version}: {why}")
 
-    def _quarantine(self, manifest: Manifest, why: str) -> None:
+    def _quarantine(self, why: str) -> NoReturn:
         r = self._receiver
         if self.machine.stage is not RefitStage.ABORTING:
             self.machine.advance(RefitStage.ABORTING)
@@ -304,12 +298,14 @@ class Attempt:
         self._emit_stages("quarantined")
         raise QuarantinedError(f"{why}; member {r.member!r} serves nothing until a refit completes")
 
-    def _tell_installed(self, manifest: Manifest, ok: bool, deadline: Deadline) -> Decision | None:
-        """Report the install; None where no answer came."""
+    def _tell_installed(self, manifest: Manifest, failure: str, deadline: Deadline) -> Facts | None:
+        """Report the install (``failure`` is empty where it went well); None where no answer came."""
         r = self._receiver
         left = max(deadline.left_s, _GOODBYE_S)
         try:
-            return r.rendezvous.installed(manifest.transaction, r.member, ok, timeout_s=left)
+            return r.rendezvous.installed(
+                manifest.transaction, r.member, not failure, reason=failure[:1000], timeout_s=left
+            )
         except RendezvousError as error:
             logger.warning("member %s could not report its install of %s: %s", r.member, manifest.version, error)
             return None

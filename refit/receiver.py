@@ -32,7 +32,6 @@ from reshard.refit.planning import Gate, Planned, manifest_of, plan_refit, topol
 from reshard.refit.reader import Reader
 from reshard.refit.records import DiscoveryRecord, emit
 from reshard.refit.report import RefitReport
-from reshard.rendezvous.errors import RendezvousError
 from reshard.rendezvous.types import VersionKey, WorkerInfo
 
 if TYPE_CHECKING:
@@ -214,7 +213,7 @@ class Receiver:
         raise RefitError(f"member {self.member!r} has no version yet ({self.state})")
 
     def close(self) -> None:
-        """Release peers, registrations and memory, and leave the rendezvous; idempotent. The engine keeps its weights."""
+        """Release peers, registrations and memory and the rendezvous; idempotent. The engine keeps its weights."""
         self._closed = True
         self.reader.close()
         worker, self._worker = self._worker, None
@@ -334,16 +333,6 @@ class Receiver:
         """Serve again what was served before an aborted refit."""
         if self.state == "in_doubt":
             self.set_state("serving" if self._served is not None else "empty", self._served)
-
-    def abort_reason(self, transaction: str) -> str:
-        """Why the service decided ABORT, as far as it says."""
-        try:
-            for status in self.rendezvous.describe().transactions:
-                if status.id == transaction:
-                    return status.reason or "no reason given"
-        except RendezvousError as error:
-            return f"unknown ({error})"
-        return "unknown"
 
     @staticmethod
     def pause(seconds: float) -> None:
