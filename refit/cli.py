@@ -46,6 +46,7 @@ def _application() -> Callable[[], object]:
         tp: int = typer.Option(2, help="Tensor-parallel inference processes."),
         layers: int = typer.Option(4, help="Decoder layers."),
         model: str = typer.Option("moe", help="moe (Qwen3-MoE, 6 experts) or dense (Qwen3, tied embeddings)."),
+        kill: str = typer.Option("", help="Kill this trainer (e.g. trainer-2) in the middle of the warm refit; fails."),
         keep: Path | None = typer.Option(None, help="Leave checkpoints, parameters and logs in this folder."),  # noqa: B008
         json_file: Path | None = typer.Option(None, "--json", help="Write the report to this file as JSON."),  # noqa: B008
         timeout: float = typer.Option(300.0, help="Deadline of the whole run, in seconds."),
@@ -57,6 +58,7 @@ def _application() -> Callable[[], object]:
             tensor_parallel=tp,
             layers=layers,
             model=model,
+            kill=kill,
             keep=keep,
             json_file=json_file,
             timeout_s=timeout,
@@ -100,6 +102,7 @@ def _demo(
     tensor_parallel: int,
     layers: int,
     model: str,
+    kill: str,
     keep: Path | None,
     json_file: Path | None,
     timeout_s: float,
@@ -117,6 +120,7 @@ def _demo(
         tensor_parallel=tensor_parallel,
         layers=layers,
         model=model,
+        kill=kill,
         keep=keep,
         timeout_s=timeout_s,
     )

@@ -73,6 +73,7 @@ def run_inference(
     engine = ReferenceModel(models.model_shape(config), parallel, torch.bfloat16)
     service = Rendezvous.connect(rendezvous)
     wire = open_transport(transport)
+    pause = _Pause(channel, timeout_s)
     receiver = Receiver(
         wire,
         service,
@@ -82,10 +83,10 @@ def run_inference(
         members=settings.inference_names,
         member=settings.inference_names[rank],
         require_full_coverage=True,
-        on_stage=lambda stage: channel.send({"stage": stage}),
+        on_stage=pause,
     )
     try:
-        inference = _Inference(engine, receiver, timeout_s)
+        inference = _Inference(engine, receiver, pause, timeout_s)
         channel.send({"answer": {"transport": wire.name}})
         serve_commands(channel, {"refit": inference.refit, "check": inference.check, "digest": inference.digest})
     finally:
@@ -94,18 +95,36 @@ def run_inference(
         service.close()
 
 
+class _Pause:
+    """Tells the supervisor of each stage as it begins, and waits there for its word at one stage, if asked to."""
+
+    def __init__(self, channel: Channel, timeout_s: float) -> None:
+        self.stage = ""
+        self._channel = channel
+        self._timeout_s = timeout_s
+
+    def __call__(self, stage: str) -> None:
+        self._channel.send({"stage": stage})
+        if stage == self.stage:
+            self.stage = ""
+            self._channel.send({"paused": stage})
+            self._channel.receive(timeout_s=self._timeout_s)
+
+
 class _Inference:
     """One rank: the model that serves, and the receiver that refits it."""
 
-    def __init__(self, model: ReferenceModel, receiver: Receiver, timeout_s: float) -> None:
+    def __init__(self, model: ReferenceModel, receiver: Receiver, pause: _Pause, timeout_s: float) -> None:
         self.model = model
         self.receiver = receiver
+        self.pause = pause
         self.timeout_s = timeout_s
 
     def refit(self, command: Message) -> Message:
         step = command["step"]
         if not isinstance(step, int):
             raise TypeError(f"step: got {step!r}, expected an integer")
+        self.pause.stage = str(command.get("pause_at", ""))
         return _summary(self.receiver.refit(version=step, timeout_s=self.timeout_s))
 
     def digest(self, command: Message) -> Message:

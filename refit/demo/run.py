@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from reshard.refit.demo.channel import JsonValue, Message
 from reshard.refit.demo.settings import DemoError, DemoSettings
-from reshard.refit.demo.supervisor import Child, Supervisor
+from reshard.refit.demo.supervisor import Child, ChildrenFailed, Supervisor
 
 __all__ = ["STEPS", "DemoReport", "Progress", "RefitOfRanks", "run_demo"]
 
@@ -151,6 +151,8 @@ class _Run:
                 self._start_ranks(address)
             for step in STEPS:
                 loss = self._train(step) if step else None
+                if step and self.settings.kill:
+                    self._refit_and_kill(step)
                 self.report.refits.append(self._refit(step, loss))
         return self.report
 
@@ -239,6 +241,61 @@ class _Run:
             raise DemoError(f"step {step}: greedy tokens: got {refitted} of the refitted weights, expected {trained}")
         n_elems = sum(int(str(answer["n_elems"])) for answer in checked.values())
         return RefitOfRanks(step, loss, publish_s, refit_s, ranks, n_elems, refitted)
+
+    def _refit_and_kill(self, step: int) -> NoReturn:
+        """Kill a trainer while all ranks are about to read, and raise what the ranks say of it.
+
+        Raises
+        ------
+        DemoError
+            Always: with what each rank reported, and that the old weights are still there. Or, if they are not, that.
+        """
+        victim = self.supervisor.children[self.settings.kill]
+        paused: set[str] = set()
+
+        def on_event(name: str, message: Message) -> None:
+            self._on_event(name, message)
+            if "paused" in message:
+                paused.add(name)
+                if len(paused) == len(self.inference):
+                    victim.kill()
+                    for child in self.inference:
+                        child.channel.send({"do": "go on"})
+
+        before = self._digests()
+        with self._step("publish", f"step {step}: publishing"):
+            self._ask(self.trainers, {"do": "publish", "step": step})
+        with self._step("refit warm", f"step {step}: warm refit, killing {victim.name} in the middle"):
+            failures = self._failures_of_refit({"do": "refit", "step": step, "pause_at": "read"}, on_event)
+        lines = [f"{victim.name} was killed in the middle of the refit to step {step}"]
+        lines += [
+            f"{child.name}: {failures.get(child.name, 'went on as if nothing had happened')}"
+            for child in self.inference
+        ]
+        changed = [name for name, digest in self._digests().items() if digest != before[name]]
+        if changed:
+            raise DemoError("\n".join([*lines, f"{', '.join(changed)}: the weights have changed"]))
+        raise DemoError(
+            "\n".join([*lines, f"{', '.join(before)}: the weights of step {step - 1} still serve, bit for bit"])
+        )
+
+    def _failures_of_refit(self, command: Message, on_event: Callable[[str, Message], None]) -> dict[str, str]:
+        try:
+            self.supervisor.ask(self.inference, command, timeout_s=self._left_s(), on_event=on_event)
+        except ChildrenFailed as error:
+            return error.failures
+        return {}
+
+    def _digests(self) -> dict[str, str]:
+        """Return a digest of each inference rank's parameters."""
+        failures: dict[str, str] = {}
+        try:
+            answers = self._ask(self.inference, {"do": "digest"})
+        except ChildrenFailed as error:
+            answers, failures = error.answers, error.failures
+        if missing := [child.name for child in self.inference if child.name not in answers]:
+            raise DemoError("; ".join(f"{name}: {failures[name]}" for name in missing))
+        return {name: str(answer["digest"]) for name, answer in answers.items()}
 
     def _ask(self, children: list[Child], command: Mapping[str, JsonValue]) -> dict[str, Message]:
         return self.supervisor.ask(children, command, timeout_s=self._left_s(), on_event=self._on_event)

@@ -45,6 +45,8 @@ class DemoSettings:
         Number of decoder layers.
     model
         "moe" or "dense".
+    kill
+        Name of a trainer to kill in the middle of the warm refit, to see what happens; empty kills none.
     keep
         Folder to leave checkpoints, parameter dumps and process logs in; None takes a temporary folder.
     timeout_s
@@ -61,6 +63,7 @@ class DemoSettings:
     tensor_parallel: int = 2
     layers: int = 4
     model: str = "moe"
+    kill: str = ""
     keep: Path | None = None
     timeout_s: float = 300.0
 
@@ -73,6 +76,8 @@ class DemoSettings:
             raise DemoError(f"--layers: got {self.layers}, expected 1 to {MAX_LAYERS}")
         if self.tensor_parallel < 1 or N_QUERY_HEADS % self.tensor_parallel:
             raise DemoError(f"--tp: got {self.tensor_parallel}, expected a divisor of the {N_QUERY_HEADS} query heads")
+        if self.kill and self.kill not in self.trainer_names:
+            raise DemoError(f"--kill: got {self.kill!r}, expected one of {', '.join(self.trainer_names)}")
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise DemoError(f"--timeout: got {self.timeout_s}, expected a finite number of seconds over 0")
 

@@ -74,11 +74,25 @@ class Child:
     exit_status: int | None = None
     failure: str = ""
 
-    def kill(self) -> None:
-        """Kill the process at once (SIGKILL)."""
-        if self.exit_status is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+    def kill(self, *, timeout_s: float = 10.0) -> None:
+        """Kill the process (SIGKILL) and wait until it has ended.
+
+        Raises
+        ------
+        DemoError
+            If it has not ended in time.
+        """
+        if self.exit_status is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(self.pid)
+            try:
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                ended, _, _ = select.select([descriptor], [], [], timeout_s)
+            finally:
+                os.close(descriptor)
+            if not ended:
+                raise DemoError(f"{self.name}: process {self.pid} did not end within {timeout_s:g} s of SIGKILL")
 
     def log_tail(self) -> str:
         """Return the end of what the process printed."""

@@ -31,6 +31,7 @@ __all__ = ["MODEL_NAME", "run_trainer"]
 MODEL_NAME: Final = "demo"
 LEARNING_RATE: Final = 1e-2
 COLLECTIVE_TIMEOUT_S: Final = 60.0
+WORKER_TTL_S: Final = 5.0
 
 
 def run_trainer(
@@ -87,6 +88,7 @@ def run_trainer(
         slots=settings.trainer_names,
         wire_dtype="bfloat16",
         wire_dtype_exceptions=models.KEPT_IN_FLOAT32,
+        ttl_s=WORKER_TTL_S,
     )
     try:
         trainer = _Trainer(settings, rank, publisher, epoch=service.open_epoch(MODEL_NAME, run_id=store))

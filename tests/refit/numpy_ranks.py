@@ -1,4 +1,4 @@
-"""Trainer and inference processes of NumPy arrays, for `test_demo_faults.py`: the real publisher, receiver, service and transport."""
+"""Trainer and inference processes of NumPy arrays, for `test_demo_faults.py`: the rest is real."""
 
 from __future__ import annotations
 
