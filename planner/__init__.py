@@ -25,13 +25,20 @@ _HOME = {
     "tables": ("ShardTable",),
     "reads": ("Buffer", "ReadRequest", "ReadTable"),
     "options": ("CostModel", "PlanOptions"),
-    "plan": ("plan",),
-    "plans": ("Plan", "Certificate", "Economics"),
+    "planning": ("plan",),
+    "plans": ("Plan",),
+    "certificate": ("Assumption", "Certificate", "Economics"),
+    "rows": ("Blocks", "Fills", "LocalCopies", "WireRows"),
     "bind": ("BoundPlan", "PeerRows"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 if TYPE_CHECKING:
+    from reshard.planner.bind import BoundPlan as BoundPlan
+    from reshard.planner.bind import PeerRows as PeerRows
+    from reshard.planner.certificate import Assumption as Assumption
+    from reshard.planner.certificate import Certificate as Certificate
+    from reshard.planner.certificate import Economics as Economics
     from reshard.planner.dictionaries import GeometryDict as GeometryDict
     from reshard.planner.dictionaries import TensorDict as TensorDict
     from reshard.planner.dtypes import DType as DType
@@ -44,9 +51,17 @@ if TYPE_CHECKING:
     from reshard.planner.errors import PlanError as PlanError
     from reshard.planner.errors import ReshardError as ReshardError
     from reshard.planner.errors import TableError as TableError
+    from reshard.planner.options import CostModel as CostModel
+    from reshard.planner.options import PlanOptions as PlanOptions
+    from reshard.planner.planning import plan as plan
+    from reshard.planner.plans import Plan as Plan
     from reshard.planner.reads import Buffer as Buffer
     from reshard.planner.reads import ReadRequest as ReadRequest
     from reshard.planner.reads import ReadTable as ReadTable
+    from reshard.planner.rows import Blocks as Blocks
+    from reshard.planner.rows import Fills as Fills
+    from reshard.planner.rows import LocalCopies as LocalCopies
+    from reshard.planner.rows import WireRows as WireRows
     from reshard.planner.shards import Holder as Holder
     from reshard.planner.shards import Shard as Shard
     from reshard.planner.shards import ShardPart as ShardPart

@@ -26,7 +26,8 @@ def _odd_weights(n: int, seed: int) -> UInt64:
     """Fixed odd 64-bit weights (splitmix64 of the index)."""
     with np.errstate(over="ignore"):
         z = (np.arange(1, n + 1, dtype=np.uint64) + np.uint64(seed << 16)) * np.uint64(0x9E3779B97F4A7C15)
-        return mix64(z) | np.uint64(1)
+        out: UInt64 = mix64(z) | np.uint64(1)
+        return out
 
 
 def mix64(z: UInt64) -> UInt64:
@@ -34,7 +35,8 @@ def mix64(z: UInt64) -> UInt64:
     with np.errstate(over="ignore"):
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return z ^ (z >> np.uint64(31))
+        out: UInt64 = z ^ (z >> np.uint64(31))
+        return out
 
 
 WEIGHTS: Final[UInt64] = _odd_weights(256, 1)
@@ -55,7 +57,8 @@ def propose(hashes: UInt64, pending: Int64, round_no: int) -> Int64:
     slot = ((hashes * _SPREAD[round_no]) >> np.uint64(64 - n_bits)).view(np.int64)
     table = np.empty(1 << n_bits, np.int64)
     table[slot[::-1]] = pending[::-1]
-    return table[slot]
+    out: Int64 = table[slot]
+    return out
 
 
 def representatives(columns: Sequence[Int64]) -> Int64:

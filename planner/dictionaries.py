@@ -54,6 +54,20 @@ def check_name(name: str) -> bytes:
     return raw
 
 
+def check_label(label: str, where: str) -> None:
+    """The same rule for a layout's or claim's name.
+
+    Raises
+    ------
+    TableError
+        As `check_name`, saying where.
+    """
+    try:
+        check_name(label)
+    except TableError as error:
+        raise TableError(f"{where}: {error}", got=label, where=where) from error
+
+
 def padded_dims(rows: Sequence[Sequence[int]], n_dims: int, pad: int) -> tuple[Int64, ...]:
     """Rows of different rank as `n_dims` columns, right-aligned."""
     full = np.full((n_dims, len(rows)), pad, np.int64)
@@ -350,7 +364,9 @@ class GeometryDict:
             )
         for c in (*self.start, *self.stop):
             if len(c) != n:
-                raise TableError(f"geometry dictionary: a column has {len(c)} rows; expected {n}", got=len(c), expected=n)
+                raise TableError(
+                    f"geometry dictionary: a column has {len(c)} rows; expected {n}", got=len(c), expected=n
+                )
         if n and (int(self.ndim.min()) < 0 or int(self.ndim.max()) > n_dims):
             raise TableError(
                 f"geometry dictionary: rank {int(self.ndim.max())}; expected 0 to {n_dims}",

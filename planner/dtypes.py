@@ -113,7 +113,7 @@ def dtype(label: str) -> DType:
 int16, uint32, int32, uint64, int64, float16, bfloat16, float32, float64, float8_e4m3fn, float8_e5m2, \
 float8_e8m0fnu, float8_e4m3fnuz, float8_e5m2fnuz, int4, uint4, float4_e2m1fn
     """
-    found = BY_LABEL.get(label) if isinstance(label, str) else None
+    found = BY_LABEL.get(label)
     if found is None:
         raise DTypeError(
             f"unknown dtype label {label!r}; expected one of: {', '.join(LABELS)}", got=label, expected=LABELS

@@ -146,9 +146,7 @@ class DTypeError(ReshardError, TypeError):
     tensor, got, expected : object
     """
 
-    def __init__(
-        self, message: str, *, tensor: str = "", got: object = None, expected: object = None
-    ) -> None:
+    def __init__(self, message: str, *, tensor: str = "", got: object = None, expected: object = None) -> None:
         super().__init__(message)
         self.tensor = tensor
         self.got = got

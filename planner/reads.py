@@ -22,7 +22,7 @@ from typing import Final, Literal
 import numpy as np
 
 from reshard.planner.classify import Int64, column
-from reshard.planner.dictionaries import TensorDict, check_name, padded_dims
+from reshard.planner.dictionaries import TensorDict, padded_dims
 from reshard.planner.dtypes import dtype
 from reshard.planner.errors import ConflictError, DTypeError, TableError
 
@@ -65,7 +65,7 @@ class ReadRequest:
         Index of the destination buffer.
     dst_offset_elems : int
     dst_stride_elems : tuple of int
-        Per source dim, in elements of the buffer, 0 or more.
+        Per source dim, in elements of the buffer; negative where the destination runs backwards.
     order : int
     kind : {"copy", "constant", "materialised"}
     value : bytes
@@ -112,7 +112,7 @@ class ReadTable:
     Raises
     ------
     TableError
-        A view outside its tensor or its buffer, a step under 1, a negative count or stride, ids out of bounds, duplicate buffers.
+        A view outside its tensor or its buffer, a step under 1, a negative count, ids out of bounds, duplicate buffers.
     """
 
     tensors: TensorDict
@@ -244,7 +244,9 @@ class ReadTable:
         for name in ("start", "step", "count", "dst_stride"):
             dims = getattr(self, name)
             if len(dims) != n_dims or any(len(c) != n for c in dims):
-                raise TableError(f"read table: {name} needs {n_dims} columns of {n} rows", got=len(dims), expected=n_dims)
+                raise TableError(
+                    f"read table: {name} needs {n_dims} columns of {n} rows", got=len(dims), expected=n_dims
+                )
         if n == 0:
             return
         kind, tensor, buffer = self.kind, self.tensor_id, self.buffer_id
@@ -263,7 +265,6 @@ class ReadTable:
             self._refuse(step < 1, "step", step, 1, d)
             self._refuse(start < 0, "start", start, 0, d)
             self._refuse(count < 0, "count", count, 0, d)
-            self._refuse(stride < 0, "destination stride", stride, 0, d)
             empty |= count == 0
             back = n_dims - d
             if len(self.tensors):
@@ -275,11 +276,10 @@ class ReadTable:
                 self._refuse(padding & (count != 1), "count in a padding dim", count, 1, d)
         reach = self.dst_offset.astype(np.float64)
         for count, stride in zip(self.count, self.dst_stride, strict=True):
-            reach += np.maximum(count - 1, 0).astype(np.float64) * stride
-        self._refuse((reach > 2.0**62) & ~empty, "destination reach (elements)", self.dst_offset, limit)
-        last = self.dst_offset.copy()
-        for count, stride in zip(self.count, self.dst_stride, strict=True):
-            last += np.maximum(count - 1, 0) * np.where(empty, 0, stride)
+            reach += np.maximum(count - 1, 0).astype(np.float64) * np.abs(stride.astype(np.float64))
+        self._refuse((reach > 2.0**62) & ~empty, "destination stride (elements), reaching past", self.dst_offset, limit)
+        first, last = self.dst_reach
+        self._refuse((first < 0) & ~empty, "first destination element", first, 0)
         self._refuse((last >= limit) & ~empty, "last destination element", last, limit - 1)
         for row in np.flatnonzero(constant).tolist():
             label = self.buffers.dtype_label(int(buffer[row]))
@@ -297,6 +297,16 @@ class ReadTable:
         for dim in self.buffers.shape:
             out *= dim
         return out
+
+    @cached_property
+    def dst_reach(self) -> tuple[Int64, Int64]:
+        """Least and greatest destination element of each request (equal to the offset where it is empty)."""
+        first, last = self.dst_offset.copy(), self.dst_offset.copy()
+        for count, stride in zip(self.count, self.dst_stride, strict=True):
+            far = np.maximum(count - 1, 0) * stride
+            first += np.minimum(far, 0)
+            last += np.maximum(far, 0)
+        return first, last
 
     @cached_property
     def volume(self) -> Int64:
@@ -324,7 +334,7 @@ class ReadTable:
         hasher.update(np.array([len(self), self.n_dims], np.int64).tobytes())
         columns = (self.tensor_id, self.buffer_id, self.dst_offset, self.order, self.kind)
         for values in (*columns, *self.start, *self.step, *self.count, *self.dst_stride):
-            hasher.update(memoryview(values))
+            hasher.update(values.tobytes())
         for row, value in sorted(self.values.items()):
             hasher.update(f"{row}:{value.hex()};".encode())
         return hasher.digest()
@@ -349,8 +359,12 @@ class ReadTable:
 
     def only(self, patterns: Sequence[str]) -> ReadTable:
         """Requests whose source tensor (or, for constants, buffer) matches one of the glob patterns."""
-        tensors = np.array([any(fnmatch.fnmatchcase(n, p) for p in patterns) for n in self.tensors.names_list], np.bool_)
-        buffers = np.array([any(fnmatch.fnmatchcase(n, p) for p in patterns) for n in self.buffers.names_list], np.bool_)
+        tensors = np.array(
+            [any(fnmatch.fnmatchcase(n, p) for p in patterns) for n in self.tensors.names_list], np.bool_
+        )
+        buffers = np.array(
+            [any(fnmatch.fnmatchcase(n, p) for p in patterns) for n in self.buffers.names_list], np.bool_
+        )
         constant = self.kind == KIND_CONSTANT
         keep = np.zeros(len(self), np.bool_)
         if len(tensors):

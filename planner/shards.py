@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from reshard.planner.classify import Int64, column
-from reshard.planner.dictionaries import GeometryDict, TensorDict, check_name
+from reshard.planner.dictionaries import GeometryDict, TensorDict, check_label, check_name
 from reshard.planner.dtypes import dtype
 from reshard.planner.errors import ConflictError, DTypeError, TableError
 
@@ -106,6 +106,11 @@ class ShardPart:
     claim : str
         Layouts with the same non-empty claim hold equal content.
 
+    Attributes
+    ----------
+    sorted_rows, unique_rows, one_group, one_region : bool
+        What the planner's fast paths ask: tensor ids ascend, and strictly; one replica group, one region in all rows.
+
     Raises
     ------
     TableError, DTypeError
@@ -125,6 +130,8 @@ class ShardPart:
     claim: str = ""
     sorted_rows: bool = field(init=False, default=True)
     unique_rows: bool = field(init=False, default=True)
+    one_group: bool = field(init=False, default=True)
+    one_region: bool = field(init=False, default=True)
 
     def __post_init__(self) -> None:
         fix = object.__setattr__
@@ -135,6 +142,8 @@ class ShardPart:
         lowest = int(step.min()) if len(step) else 1
         fix(self, "sorted_rows", lowest >= 0)
         fix(self, "unique_rows", lowest > 0)
+        for flag, values in (("one_group", self.replica_group), ("one_region", self.region)):
+            fix(self, flag, len(values) == 0 or bool(values.min() == values.max()))
 
     @classmethod
     def from_shards(
@@ -241,6 +250,9 @@ class ShardPart:
 
     def _check(self) -> None:
         n, holder = len(self.tensor_id), self.holder.name
+        for what, label in (("layout", self.layout), ("claim", self.claim)):
+            if label or what == "layout":
+                check_label(label, f"holder {holder!r}: {what}")
         for name in ("geometry_id", "region", "offset_bytes", "replica_group"):
             if len(getattr(self, name)) != n:
                 raise TableError(
@@ -258,6 +270,14 @@ class ShardPart:
             )
         if n == 0:
             return
+        if int(self.replica_group.min()) < -1:
+            bad = int(self.replica_group.argmin())
+            raise self._error(
+                bad,
+                f"replica_group {int(self.replica_group[bad])}; expected -1 or more",
+                got=int(self.replica_group[bad]),
+                expected=-1,
+            )
         self._check_ids("tensor_id", len(self.tensors))
         self._check_ids("geometry_id", len(self.geometries))
         shard_bytes = self._check_boxes()
@@ -280,7 +300,10 @@ class ShardPart:
         wrong = self.geometries.ndim[box] != self.tensors.ndim[tensor]
         if wrong.any():
             row = int(np.argmax(key == pairs[np.argmax(wrong)]))
-            got, expected = int(self.geometries.ndim[self.geometry_id[row]]), int(self.tensors.ndim[self.tensor_id[row]])
+            got, expected = (
+                int(self.geometries.ndim[self.geometry_id[row]]),
+                int(self.tensors.ndim[self.tensor_id[row]]),
+            )
             raise self._error(row, f"box of rank {got}; expected rank {expected}", got=got, expected=expected)
         n_dims = max(self.tensors.n_dims, self.geometries.n_dims)
         volume = np.ones(len(pairs), np.int64)
@@ -323,10 +346,12 @@ class ShardPart:
                 )
         pair_bytes = volume * bits // 8
         if slot is not None:
-            return pair_bytes[slot]
+            by_row: Int64 = pair_bytes[slot]
+            return by_row
         table = np.zeros(n_keys, np.int64)
         table[pairs] = pair_bytes
-        return table[key]
+        out: Int64 = table[key]
+        return out
 
     def _check_extent(self, shard_bytes: Int64) -> None:
         n_regions = len(self.region_bytes)
@@ -367,7 +392,7 @@ class ShardPart:
         hasher.update(self.geometries.digest)
         hasher.update(np.array([len(self), len(self.region_bytes)], np.int64).tobytes())
         for name in ("tensor_id", "geometry_id", "region", "offset_bytes", "replica_group", "region_bytes"):
-            hasher.update(memoryview(getattr(self, name)))
+            hasher.update(getattr(self, name).tobytes())
         hasher.update(f"{self.layout}\0{self.claim}".encode())
         return hasher.digest()
 

@@ -1,0 +1,203 @@
+"""Which absolute addresses does a backend read? Plans bound to one set of base addresses.
+
+Rows come in equal-length local and remote lists, by wave and holder. Row i has equal bytes (and count) on both sides. Arithmetic is
+int64 modulo 2**64, viewed as uint64 at the edge; every range is checked to lie below 2**64 first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from reshard.planner.classify import Int64, UInt64
+from reshard.planner.errors import PlanError
+from reshard.planner.rows import STAGING, WireRows
+from reshard.planner.shards import Holder
+
+if TYPE_CHECKING:
+    from reshard.planner.plans import Plan
+
+_PIECE_RUNS: Final = 1 << 14
+
+
+@dataclass(frozen=True, eq=False)
+class PeerRows:
+    """Descriptor rows to and from one holder.
+
+    Attributes
+    ----------
+    holder : Holder
+    memory : str
+        The holder's memory kind.
+    local, remote : uint64[N, 3] or uint64[N, 5]
+        C-order rows (address, bytes, device) or (address, bytes, device, stride, count).
+    """
+
+    holder: Holder
+    memory: str
+    local: UInt64
+    remote: UInt64
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that the rows move."""
+        if self.local.shape[1] == 5:
+            return int((self.local[:, 1] * self.local[:, 4]).sum())
+        return int(self.local[:, 1].sum())
+
+
+@dataclass(frozen=True, eq=False)
+class BoundPlan:
+    """A plan with addresses.
+
+    Attributes
+    ----------
+    waves : tuple of tuple of PeerRows
+        By wave, then by holder (only holders with rows in that wave).
+    local_memory : str
+        Memory kind of buffers and staging.
+    """
+
+    waves: tuple[tuple[PeerRows, ...], ...]
+    local_memory: str
+
+
+def _bases(values: UInt64, n: int, what: str) -> UInt64:
+    array = np.asarray(values)
+    if array.size == 0:
+        array = array.astype(np.uint64)
+    if array.ndim != 1 or len(array) < n or array.dtype.kind not in "iu":
+        raise PlanError(
+            f"{what}: got {array.dtype} of shape {array.shape}; expected uint64 of {n} base addresses",
+            got=array.shape,
+            expected=n,
+        )
+    return array.astype(np.uint64)
+
+
+def _check_range(bases: UInt64, n_bytes: Int64, what: str) -> None:
+    """Base + bytes <= 2**64 for each region."""
+    room = np.uint64(0xFFFFFFFFFFFFFFFF) - bases
+    wrong = (n_bytes > 0) & (np.maximum(n_bytes - 1, 0).astype(np.uint64) > room)
+    if wrong.any():
+        i = int(np.argmax(wrong))
+        raise PlanError(
+            f"{what} {i}: base {int(bases[i]):#x} + {int(n_bytes[i])} bytes passes 2**64",
+            got=int(bases[i]),
+            expected=(1 << 64) - int(n_bytes[i]),
+        )
+
+
+def bind_plan(
+    plan: Plan,
+    source_bases: Mapping[str, UInt64],
+    destination_bases: UInt64,
+    staging_base: int,
+    *,
+    strided: bool,
+    local_device: int,
+    local_memory: str,
+) -> BoundPlan:
+    """See `Plan.bind`."""
+    missing = [h.name for h in plan.holders if h.name not in source_bases]
+    if missing:
+        raise PlanError(f"no base addresses for holders {missing[:8]}; the plan reads from them", got=missing)
+    local = _bases(destination_bases, len(plan.buffers), "destination bases")
+    _check_range(local[: len(plan.buffers)], plan.buffer_bytes, "destination buffer")
+    if not 0 <= staging_base < 1 << 64:
+        raise PlanError(f"staging base {staging_base}; expected 0 to 2**64", got=staging_base)
+    staging = np.array([staging_base], np.uint64)
+    _check_range(staging, np.array([plan.staging_bytes]), "staging arena")
+    # index -1 (staging) reaches the last element
+    local = np.append(local[: len(plan.buffers)], staging)
+    remote: list[UInt64] = []
+    for holder, region_bytes in zip(plan.holders, plan.region_bytes, strict=True):
+        bases = _bases(source_bases[holder.name], len(region_bytes), f"holder {holder.name!r}: source bases")
+        _check_range(bases[: len(region_bytes)], region_bytes, f"holder {holder.name!r}: region")
+        remote.append(bases)
+    waves = []
+    for wave in range(plan.n_waves):
+        rows = plan.rows(wave)
+        cuts = np.searchsorted(rows.holder, np.arange(len(plan.holders) + 1))
+        peers = []
+        for h, holder in enumerate(plan.holders):
+            if cuts[h] == cuts[h + 1]:
+                continue
+            mine = rows.take(slice(int(cuts[h]), int(cuts[h + 1])))
+            src = remote[h].view(np.int64)[mine.region] + mine.src_offset
+            dst = local.view(np.int64)[mine.dst_buffer] + mine.dst_offset
+            table = _strided_rows if strided else _flat_rows
+            peers.append(PeerRows(holder, holder.memory, *table(mine, dst, src, local_device, holder.device)))
+        waves.append(tuple(peers))
+    return BoundPlan(tuple(waves), local_memory)
+
+
+def _strided_rows(rows: WireRows, dst: Int64, src: Int64, dst_device: int, src_device: int) -> tuple[UInt64, UInt64]:
+    """Rows of five columns; a run that goes backwards on one side is expanded."""
+    if (rows.dst_stride < 0).any():
+        back = rows.dst_stride < 0
+        n = np.where(back, rows.count, 1)
+        at = np.repeat(np.arange(len(rows)), n)
+        k = np.arange(len(at)) - np.repeat(np.cumsum(n) - n, n)
+        dst = dst[at] + k * rows.dst_stride[at]
+        src = src[at] + k * np.where(back, rows.src_stride, 0)[at]
+        rows = rows.take(at)
+        back = rows.dst_stride < 0
+        count = np.where(back, 1, rows.count)
+        src_stride, dst_stride = np.where(back, 0, rows.src_stride), np.where(back, 0, rows.dst_stride)
+    else:
+        count, src_stride, dst_stride = rows.count, rows.src_stride, rows.dst_stride
+    out = []
+    for address, device, stride in ((dst, dst_device, dst_stride), (src, src_device, src_stride)):
+        table = np.empty((len(address), 5), np.int64)
+        table[:, 0] = address
+        table[:, 1] = rows.run_bytes
+        table[:, 2] = device
+        # one run has no stride; backends want one of at least its bytes
+        table[:, 3] = np.where(count > 1, stride, rows.run_bytes)
+        table[:, 4] = count
+        out.append(table.view(np.uint64))
+    return out[0], out[1]
+
+
+def _flat_rows(rows: WireRows, dst: Int64, src: Int64, dst_device: int, src_device: int) -> tuple[UInt64, UInt64]:
+    """Rows of three columns, one a run, expanded in pieces that stay in the cache."""
+    if not (rows.count > 1).any():
+        n = len(rows)
+        out = np.empty((2, n, 3), np.int64)
+        out[0, :, 0], out[1, :, 0] = dst, src
+        out[:, :, 1] = rows.run_bytes
+        out[0, :, 2], out[1, :, 2] = dst_device, src_device
+        return out[0].view(np.uint64), out[1].view(np.uint64)
+    ends = np.cumsum(rows.count)
+    total = int(ends[-1])
+    local, remote = np.empty((total, 3), np.int64), np.empty((total, 3), np.int64)
+    first = 0
+    while first < len(rows):
+        base = int(ends[first] - rows.count[first])
+        last = max(first + 1, int(np.searchsorted(ends, base + _PIECE_RUNS, side="right")))
+        stop = int(ends[last - 1])
+        counts = rows.count[first:last]
+        starts = ends[first:last] - counts - base
+        for table, address, stride, device in (
+            (local, dst, rows.dst_stride, dst_device),
+            (remote, src, rows.src_stride, src_device),
+        ):
+            # differences of addresses: the stride inside a series, a jump at the start of each
+            delta = np.repeat(stride[first:last], counts)
+            begin = address[first:last]
+            delta[starts[0]] = begin[0]
+            delta[starts[1:]] = begin[1:] - (begin[:-1] + (counts[:-1] - 1) * stride[first : last - 1])
+            np.cumsum(delta, out=table[base:stop, 0])
+            table[base:stop, 2] = device
+        n_bytes = np.repeat(rows.run_bytes[first:last], counts)
+        local[base:stop, 1] = n_bytes
+        remote[base:stop, 1] = n_bytes
+        first = last
+    return local.view(np.uint64), remote.view(np.uint64)
+
+
+__all__ = ["STAGING", "BoundPlan", "PeerRows", "bind_plan"]

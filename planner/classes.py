@@ -1,0 +1,345 @@
+"""Which tensors pose the same problem? Planning by class: solve one member, broadcast to the others.
+
+Two tensors are of one class if they have equal dtype and shape, requests of equal geometry in equal order, and shards of equal
+geometry at the same parts. FSDP of a model with 18,867 tensors has nine classes.
+
+1. Keep only the shards of requested tensors, by part; nothing is concatenated.
+2. Guess classes from shape and requests alone, and compare every part's geometry column with that of the class's first
+   member. Where all ranks shard alike (FSDP), this is the whole work: one pass.
+3. If members differ, hash all parts' geometries into one word a tensor, classify again, and compare again. Members that even then
+   differ from their first one (hash collisions) become classes of their own. Membership is never a matter of a hash.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from reshard.planner.classify import WEIGHTS, Bool, Int64, UInt64, classify, mix64, ragged_arange
+from reshard.planner.requests import Requests, pad
+from reshard.planner.shards import ShardPart
+from reshard.planner.tables import ShardTable
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PartRows:
+    """The shards of one part that somebody needs, in order of tensor.
+
+    Attributes
+    ----------
+    part : ShardPart
+    rows : int64[K] or None
+        Row of each in the part; None means all rows as they are.
+    tensor : int64[K]
+        Needed-tensor numbers, ascending.
+    unique : bool
+        At most one shard a tensor.
+    """
+
+    part: ShardPart
+    rows: Int64 | None
+    tensor: Int64
+    unique: bool
+
+    def take(self, values: Int64) -> Int64:
+        """A column of the part, at these rows."""
+        return values if self.rows is None else values[self.rows]
+
+    def row(self, i: Int64) -> Int64:
+        """Rows in the part of positions here."""
+        return i if self.rows is None else self.rows[i]
+
+
+def needed_rows(part: ShardPart, id_map: Int64 | None, number: Int64 | None) -> PartRows:
+    """Rows of the requested tensors of one part, without empty shards, in order of tensor.
+
+    Parameters
+    ----------
+    id_map : int64 array or None
+        Tensor id in the part to union id.
+    number : int64 array or None
+        Union id to needed-tensor number, -1 where nobody asks; None is the identity.
+    """
+    tensor = part.tensor_id
+    rows: Int64 | None = None
+    if id_map is not None and number is not None:
+        tensor = number[id_map][tensor]
+    elif id_map is not None:
+        tensor = id_map[tensor]
+    elif number is not None:
+        tensor = number[tensor]
+    volume = part.geometries.volume
+    keep: Bool | None = tensor >= 0 if number is not None else None
+    if len(volume) and int(volume.min()) == 0:
+        alive = volume[part.geometry_id] > 0
+        keep = alive if keep is None else keep & alive
+    if keep is not None and not keep.all():
+        rows = np.flatnonzero(keep)
+        tensor = tensor[rows]
+    unique = part.unique_rows
+    if not part.sorted_rows or id_map is not None:
+        step = np.diff(tensor)
+        if len(step) and int(step.min()) < 0:
+            order = np.argsort(tensor, kind="stable")
+            tensor = tensor[order]
+            rows = order if rows is None else rows[order]
+            step = np.diff(tensor)
+        unique = not len(step) or int(step.min()) > 0
+    return PartRows(part, rows, tensor, unique)
+
+
+@dataclass(frozen=True, eq=False)
+class TemplateShards:
+    """The shards of each class's first member, ordered by (class, part, occurrence).
+
+    Attributes
+    ----------
+    cls, part, nth : int64[S]
+        Class, part number, and which shard of that tensor in that part.
+    start, stop : D int64[S]
+    replica_group : int64[S]
+    """
+
+    cls: Int64
+    part: Int64
+    nth: Int64
+    start: list[Int64]
+    stop: list[Int64]
+    replica_group: Int64
+
+
+@dataclass(frozen=True, eq=False)
+class Classes:
+    """Needed tensors by class.
+
+    Attributes
+    ----------
+    tensor : int64[T]
+        Union ids of the needed tensors, ascending.
+    cls : int64[T]
+    first : int64[C]
+        First member of each class (a needed-tensor number).
+    members, member_start : int64[T], int64[C + 1]
+        Needed-tensor numbers by class, each class ascending.
+    request_first, n_requests : int64[T]
+        Each needed tensor's requests are ``request_first + j``, ``j < n_requests``.
+    parts : tuple of PartRows
+    shards : TemplateShards
+    """
+
+    tensor: Int64
+    cls: Int64
+    first: Int64
+    members: Int64
+    member_start: Int64
+    request_first: Int64
+    n_requests: Int64
+    parts: tuple[PartRows, ...]
+    shards: TemplateShards
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+
+def build_classes(sources: ShardTable, requests: Requests, n_dims: int) -> Classes:
+    """Group the requested tensors into classes, exactly.
+
+    Parameters
+    ----------
+    sources : ShardTable
+    requests : Requests
+        Ordered by tensor.
+    n_dims : int
+        Dim columns of the templates.
+    """
+    tensor, n_requests, request_first = _requested(requests)
+    n_all = len(sources.tensors)
+    number: Int64 | None = None
+    if len(tensor) < n_all:
+        number = np.full(n_all, -1, np.int64)
+        number[tensor] = np.arange(len(tensor))
+    parts = tuple(
+        needed_rows(part, id_map, number) for part, id_map in zip(sources.parts, sources.id_maps, strict=True)
+    )
+    key = [sources.tensors.shape_class[0][tensor], *_request_key(requests, request_first, n_requests)]
+    _, rep = _grouped(key)
+    rep = _agree_on_requests(rep, requests, request_first, n_requests)
+    bad = _compare(parts, rep)
+    if bad.any():
+        key.append(_hash_parts(parts, len(tensor)).view(np.int64))
+        _, rep = _grouped(key)
+        rep = _agree_on_requests(rep, requests, request_first, n_requests)
+        bad = _compare(parts, rep)
+        rep = np.where(bad, np.arange(len(rep)), rep)
+    cls, first = classify([rep])
+    members = np.argsort(cls.astype(np.int32), kind="stable")
+    member_start = np.zeros(len(first) + 1, np.int64)
+    np.cumsum(np.bincount(cls, minlength=len(first)), out=member_start[1:])
+    shards = template_shards(parts, first, n_dims, len(tensor))
+    return Classes(tensor, cls, first, members, member_start, request_first, n_requests, parts, shards)
+
+
+def _requested(requests: Requests) -> tuple[Int64, Int64, Int64]:
+    """Distinct tensors of requests in order, how many requests each has, and the first of them."""
+    ids = requests.tensor
+    new = np.ones(len(ids), np.bool_)
+    new[1:] = ids[1:] != ids[:-1]
+    first = np.flatnonzero(new)
+    return ids[first], np.diff(np.append(first, len(ids))), first
+
+
+def _request_key(requests: Requests, first: Int64, counts: Int64) -> list[Int64]:
+    """Columns that tell request sequences apart (up to hash collisions)."""
+    if len(requests) == len(first):
+        return [requests.geometry]
+    nth = ragged_arange(counts)
+    word = mix64((requests.geometry + (nth << 32)).view(np.uint64))
+    return [counts, np.add.reduceat(word, first).view(np.int64)]
+
+
+def _grouped(key: list[Int64]) -> tuple[Int64, Int64]:
+    cls, first = classify(key)
+    return cls, first[cls]
+
+
+def _agree_on_requests(rep: Int64, requests: Requests, first: Int64, counts: Int64) -> Int64:
+    """Members whose request sequence differs from their representative's stand alone."""
+    if len(requests) == len(first):
+        return rep
+    nth = ragged_arange(counts)
+    owner = np.repeat(np.arange(len(first)), counts)
+    other = np.repeat(first[rep], counts) + np.minimum(nth, np.repeat(counts[rep], counts) - 1)
+    bad = counts != counts[rep]
+    bad[owner[requests.geometry[other] != requests.geometry]] = True
+    return np.where(bad, np.arange(len(rep)), rep)
+
+
+def _counts(rows: PartRows, n: int) -> tuple[Int64, Int64]:
+    counts = np.bincount(rows.tensor, minlength=n)
+    return counts, np.cumsum(counts) - counts
+
+
+def _compare(parts: tuple[PartRows, ...], rep: Int64) -> Bool:
+    """Tensors whose shards differ from their representative's in some part, exactly."""
+    n = len(rep)
+    bad = np.zeros(n, np.bool_)
+    dense, other = np.empty(n, np.int64), np.empty(n, np.int64)
+    differs = np.empty(n, np.bool_)
+    for rows in parts:
+        checked = [rows.part.geometry_id] if rows.part.one_group else [rows.part.geometry_id, rows.part.replica_group]
+        if rows.unique:
+            for i, values in enumerate(checked):
+                here = rows.take(values)
+                if len(here) < n:
+                    dense.fill(-1 if i == 0 else -2)
+                    dense[rows.tensor] = here
+                    here = dense
+                np.take(here, rep, out=other, mode="clip")
+                np.not_equal(here, other, out=differs)
+                np.logical_or(bad, differs, out=bad)
+            continue
+        counts, first = _counts(rows, n)
+        bad |= counts != counts[rep]
+        mine = rows.tensor
+        theirs = rep[mine]
+        nth = np.arange(len(mine)) - first[mine]
+        at = first[theirs] + np.minimum(nth, np.maximum(counts[theirs] - 1, 0))
+        at = np.minimum(at, len(mine) - 1)
+        for values in checked:
+            here = rows.take(values)
+            bad[mine[here != here[at]]] = True
+    return bad
+
+
+def _hash_parts(parts: tuple[PartRows, ...], n: int) -> UInt64:
+    """One word a tensor over (part, occurrence, geometry, replica group) of all its shards."""
+    out = np.zeros(n, np.uint64)
+    tables: dict[int, UInt64] = {}
+    for i, rows in enumerate(parts):
+        geometries = rows.part.geometries
+        table = tables.get(id(geometries))
+        if table is None:
+            table = tables[id(geometries)] = mix64(np.arange(1, len(geometries) + 1, dtype=np.uint64))
+        seed = mix64(np.array([i + 1], np.uint64))[0] | np.uint64(1)
+        word = table[rows.take(rows.part.geometry_id)] * seed
+        if not rows.part.one_group:
+            word = mix64(word + rows.take(rows.part.replica_group).view(np.uint64) * WEIGHTS[3])
+        if rows.unique:
+            if len(word) == n:
+                out += word
+            else:
+                out[rows.tensor] += word
+            continue
+        counts, first = _counts(rows, n)
+        nth = np.arange(len(word)) - first[rows.tensor]
+        word = mix64(word + nth.view(np.uint64) * WEIGHTS[5])
+        some = np.flatnonzero(counts)
+        if len(some):
+            out[some] += np.add.reduceat(word, first[some])
+    return out
+
+
+def template_shards(parts: tuple[PartRows, ...], first: Int64, n_dims: int, n: int) -> TemplateShards:
+    """Collect the shards of each class's first member."""
+    cls_of, part_of, nth_of, geometry_of, group_of = [], [], [], [], []
+    dictionaries: dict[int, list[int]] = {}
+    for i, rows in enumerate(parts):
+        if not len(rows.tensor):
+            continue
+        if rows.unique:
+            if len(rows.tensor) == n:
+                cls, at = np.arange(len(first)), first
+            else:
+                at = np.searchsorted(rows.tensor, first)
+                at = np.minimum(at, len(rows.tensor) - 1)
+                cls = np.flatnonzero(rows.tensor[at] == first)
+                at = at[cls]
+            nth = np.zeros(len(cls), np.int64)
+        else:
+            low = np.searchsorted(rows.tensor, first, side="left")
+            high = np.searchsorted(rows.tensor, first, side="right")
+            counts = high - low
+            cls = np.repeat(np.arange(len(first)), counts)
+            nth = ragged_arange(counts)
+            at = np.repeat(low, counts) + nth
+        row = rows.row(at)
+        dictionaries.setdefault(id(rows.part.geometries), []).append(len(cls_of))
+        cls_of.append(cls)
+        part_of.append(np.full(len(cls), i, np.int64))
+        nth_of.append(nth)
+        geometry_of.append(rows.part.geometry_id[row])
+        group_of.append(rows.part.replica_group[row])
+    if not cls_of:
+        none = np.zeros(0, np.int64)
+        return TemplateShards(none, none, none, [none] * n_dims, [none] * n_dims, none)
+    sizes = np.array([len(c) for c in cls_of])
+    ends = np.cumsum(sizes)
+    total = int(ends[-1])
+    start = [np.zeros(total, np.int64) for _ in range(n_dims)]
+    stop = [np.ones(total, np.int64) for _ in range(n_dims)]
+    geometry = np.concatenate(geometry_of)
+    part_rows = {id(r.part.geometries): r.part.geometries for r in parts}
+    for key, pieces in dictionaries.items():
+        geometries = part_rows[key]
+        where = (
+            np.concatenate([np.arange(ends[k] - sizes[k], ends[k]) for k in pieces]) if len(dictionaries) > 1 else None
+        )
+        ids = geometry if where is None else geometry[where]
+        a = pad([c[ids] for c in geometries.start], n_dims, 0, len(ids))
+        b = pad([c[ids] for c in geometries.stop], n_dims, 1, len(ids))
+        for d in range(n_dims):
+            if where is None:
+                start[d], stop[d] = a[d], b[d]
+            else:
+                start[d][where], stop[d][where] = a[d], b[d]
+    cls, part = np.concatenate(cls_of), np.concatenate(part_of)
+    order = np.argsort(cls, kind="stable")
+    return TemplateShards(
+        cls[order],
+        part[order],
+        np.concatenate(nth_of)[order],
+        [c[order] for c in start],
+        [c[order] for c in stop],
+        np.concatenate(group_of)[order],
+    )

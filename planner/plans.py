@@ -1,0 +1,235 @@
+"""What is a plan? Templates, segments and waves, and the columns that follow from them when somebody asks.
+
+A plan is relative to regions: `bind` makes it absolute for one set of base addresses. Nothing is expanded that was not asked
+for: `rows(wave)`, `copies(wave)` and `blocks` are made from templates when they are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from reshard.planner.assemble import Items, Segment, assemble
+from reshard.planner.certificate import Assumption, Certificate, Economics
+from reshard.planner.classes import Classes
+from reshard.planner.classify import Int64, UInt64, ragged_arange
+from reshard.planner.dictionaries import TensorDict
+from reshard.planner.join import Pieces, TemplateRequests
+from reshard.planner.options import PlanOptions
+from reshard.planner.reads import ReadTable
+from reshard.planner.replicas import Picks
+from reshard.planner.requests import Materialised, Requests
+from reshard.planner.rows import Blocks, Fills, LocalCopies, WireRows, block_columns, copy_columns, wire_columns
+from reshard.planner.shape import Fetches, Layout
+from reshard.planner.shards import Holder
+from reshard.planner.sources import SourceBoxes
+from reshard.planner.tables import ShardTable
+from reshard.planner.waves import Waves
+
+if TYPE_CHECKING:
+    from reshard.planner.bind import BoundPlan
+
+
+@dataclass(frozen=True, eq=False)
+class Templates:
+    """The problem solved once for each class: see the modules that make them.
+
+    Attributes
+    ----------
+    classes, requests, boxes, pieces, layout, mode, fetches, piece_fetch, items
+        Made by `classes`, `join`, `sources`, `join`, `shape` (four) and `assemble`.
+    src_code, dst_code : int64[Q]
+        Dtype codes of each template request on each side.
+    """
+
+    classes: Classes
+    requests: TemplateRequests
+    boxes: SourceBoxes
+    pieces: Pieces
+    layout: Layout
+    mode: Int64
+    fetches: Fetches
+    piece_fetch: Int64
+    items: Items
+    src_code: Int64
+    dst_code: Int64
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What one receiver reads, from where to where, with the proof that it is all and only what was asked for.
+
+    Attributes
+    ----------
+    sources : ShardTable
+    reads : ReadTable
+    options : PlanOptions
+    buffers : TensorDict
+        The read table's buffers, then the planner's own for materialised requests.
+    requests : Requests
+        After program order, by tensor.
+    templates : Templates
+    picks : Picks
+        Replica choices.
+    segments : tuple of Segment
+        What is read, one a holder.
+    waves : Waves
+    fills : Fills
+        Constants to write.
+    materialised : tuple of Materialised
+        Boxes for the engine's own loader.
+    certificate : Certificate
+    economics : Economics
+    assumptions : tuple of Assumption
+        Equalities that the plan rests on, to be checked for each version.
+    """
+
+    sources: ShardTable
+    reads: ReadTable
+    options: PlanOptions
+    buffers: TensorDict
+    requests: Requests
+    templates: Templates
+    picks: Picks
+    segments: tuple[Segment, ...]
+    waves: Waves
+    fills: Fills
+    materialised: tuple[Materialised, ...]
+    certificate: Certificate
+    economics: Economics
+    assumptions: tuple[Assumption, ...]
+
+    @cached_property
+    def holders(self) -> tuple[Holder, ...]:
+        """Only those that are read from, in order of name."""
+        return tuple(self.sources.parts[s.part].holder for s in self.segments)
+
+    @cached_property
+    def region_bytes(self) -> tuple[Int64, ...]:
+        """Region sizes of each of `holders`."""
+        return tuple(self.sources.parts[s.part].region_bytes for s in self.segments)
+
+    @cached_property
+    def buffer_bytes(self) -> Int64:
+        """int64[B]: bytes of each of `buffers`."""
+        out = np.ones(len(self.buffers), np.int64)
+        for dim in self.buffers.shape:
+            out *= dim
+        return out * self.buffers.bits // 8
+
+    @property
+    def n_waves(self) -> int:
+        """Reads happen in this many waves, 1 or more."""
+        return self.waves.n_waves
+
+    @property
+    def staging_bytes(self) -> int:
+        """Size of the one staging arena that the receiver must allocate (0: none)."""
+        return self.waves.staging_bytes
+
+    def rows(self, wave: int) -> WireRows:
+        """Relative wire rows of one wave, grouped by holder, runs that continue each other merged."""
+        return wire_columns(self, self._wave(wave))
+
+    def copies(self, wave: int) -> LocalCopies:
+        """Local copies out of staging that follow the reads of one wave."""
+        return copy_columns(self, self._wave(wave))
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """Every (request, shard) block."""
+        t = self.templates
+        n = len(t.pieces)
+        order = np.argsort(t.pieces.box, kind="stable")
+        box = t.pieces.box[order]
+        none = np.full(n, -1, np.int64)
+        items = Items(t.boxes.cls[box], box, t.layout.src_offset[order], order, none)
+        return block_columns(self, items, assemble(t.classes, t.boxes, items, self.picks))
+
+    def _wave(self, wave: int) -> int:
+        if not 0 <= wave < self.n_waves:
+            raise IndexError(f"wave {wave}; expected 0 to {self.n_waves - 1}")
+        return wave
+
+    @cached_property
+    def digest(self) -> bytes:
+        """32 bytes over all that determines the plan: tables, requests and options (planning is a pure function of them).
+
+        Region bases, versions and contents are not part of it.
+        """
+        hasher = hashlib.sha256(b"reshard.Plan.1\0")
+        for part in self.sources.parts:
+            h = part.holder
+            hasher.update(f"{h.name}\0{h.host}\0{h.memory}\0{h.device}\0".encode())
+            hasher.update(part.digest)
+        hasher.update(self.reads.digest)
+        o = self.options
+        settings = (
+            o.instance,
+            o.instances,
+            o.policy,
+            o.receiver_host,
+            o.max_runs_per_block,
+            o.staging_bytes,
+            o.cost,
+            o.strided_rows,
+            o.trust_equal_boxes,
+            sorted(o.allow_casts),
+            sorted(o.aliases.items()),
+        )
+        hasher.update(repr(settings).encode())
+        return hasher.digest()
+
+    def bind(
+        self,
+        source_bases: Mapping[str, UInt64],
+        destination_bases: UInt64,
+        staging_base: int = 0,
+        *,
+        strided: bool = False,
+        local_device: int = 0,
+        local_memory: str = "dram",
+    ) -> BoundPlan:
+        """Absolute descriptor rows for one set of base addresses.
+
+        Parameters
+        ----------
+        source_bases : mapping of holder name to uint64[R]
+            Address of each region of each of `holders`.
+        destination_bases : uint64[B]
+            Address of each of `buffers`.
+        staging_base : int
+            Address of the staging arena.
+        strided : bool
+            Rows of five columns (address, bytes, device, stride, count) instead of three (address, bytes, device).
+        local_device, local_memory
+            Where buffers and staging are.
+
+        Raises
+        ------
+        PlanError
+            Bases missing, or a range that passes 2**64.
+        """
+        from reshard.planner.bind import bind_plan
+
+        return bind_plan(
+            self,
+            source_bases,
+            destination_bases,
+            staging_base,
+            strided=strided,
+            local_device=local_device,
+            local_memory=local_memory,
+        )
+
+
+def member_ranges(classes: Classes, cls: Int64) -> tuple[Int64, Int64]:
+    """For a list of template rows of these classes: which row each instance comes from, and its needed-tensor number."""
+    size = np.diff(classes.member_start)[cls]
+    row = np.repeat(np.arange(len(cls)), size)
+    return row, classes.members[np.repeat(classes.member_start[cls], size) + ragged_arange(size)]
