@@ -8,6 +8,7 @@ after COMMIT         install, check, report: a failure, here or on another rank,
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NoReturn
 
@@ -19,6 +20,7 @@ from reshard.refit.planning import Planned
 from reshard.refit.records import DiscoveryRecord, StagesRecord, check_throughput, emit, implied_gbps
 from reshard.refit.report import MemoryLedger, RefitReport, Verified
 from reshard.refit.stages import RefitStage, StageMachine
+from reshard.refit.verify import Verifier
 from reshard.refit.waves import WireTotals
 from reshard.rendezvous.errors import RendezvousError
 from reshard.rendezvous.types import Decision, Facts, VersionKey
@@ -147,7 +149,9 @@ class Attempt:
         clock.enter("read")
         if not self._sentinel:
             r.seed(planned, shadow)
-        self._totals = r.reader.read(bound, manifest, self._deadline, sentinel=self._sentinel)
+        version = manifest.version
+        verifier = Verifier(r.checks, r.verify, (version.epoch, version.step)) if r.checks is not None else None
+        self._totals = r.reader.read(bound, manifest, self._deadline, verifier=verifier, sentinel=self._sentinel)
         if self._keeper is not None:
             self._keeper.check(manifest.version)
         check_throughput(
@@ -156,11 +160,35 @@ class Attempt:
             {"rank": r.rank, "member": r.member, "step": manifest.version.step, "epoch": manifest.version.epoch},
         )
         clock.enter("verify")
-        self._verified = Verified(received_bytes=self._totals.nbytes)
+        self._verify(verifier)
         if planned.captured.materialised:
             clock.enter("load")
             r.run_loader(planned, shadow)
         self.machine.advance(RefitStage.LOADED)
+
+    @property
+    def _data_bytes(self) -> int:
+        """Bytes read, without headers and digests."""
+        return max(self._totals.nbytes - self._receiver.reader.meta_bytes, 0)
+
+    def _verify(self, verifier: Verifier | None) -> None:
+        r = self._receiver
+        received = self._data_bytes
+        self._verified = Verified(r.verify, received_bytes=received)
+        if verifier is None or r.checks is None:
+            return
+        since = time.perf_counter()
+        verifier.check_wave(-1, r.reader.staging, r.reader.buffers())
+        if r.require_verified:
+            verifier.require_all(received)
+        self._verified = Verified(
+            r.verify,
+            verifier.verified_bytes,
+            received,
+            verifier.n_cells,
+            len(r.checks.partial),
+            time.perf_counter() - since + verifier.staged_seconds,
+        )
 
     def _release(self) -> None:
         self._clock.enter("release")
@@ -205,7 +233,7 @@ class Attempt:
                 True,
                 plan_digest=planned.plan.digest,
                 names_consumed=planned.consumed,
-                wire_bytes=self._totals.nbytes,
+                wire_bytes=self._data_bytes,
                 allow_unconsumed=r.allow_unconsumed,
                 timeout_s=self._deadline.remaining("vote"),
             )
@@ -328,7 +356,7 @@ class Attempt:
             discovery=discovery,
             stages=dict(self._clock.stop()),
             useful_bytes=plan.economics.useful_bytes,
-            wire_bytes=self._totals.nbytes,
+            wire_bytes=self._data_bytes,
             wire_s=self._totals.seconds,
             n_descriptors=self._totals.n_descriptors,
             verified=self._verified,
@@ -366,7 +394,7 @@ class Attempt:
                 stages_s=seconds,
                 total_s=round(sum(seconds.values()), 6),
                 useful_bytes=planned.plan.economics.useful_bytes if planned is not None else 0,
-                wire_bytes=self._totals.nbytes,
+                wire_bytes=self._data_bytes,
                 verified_bytes=self._verified.verified_bytes,
                 received_bytes=self._verified.received_bytes,
                 descriptors=self._totals.n_descriptors,

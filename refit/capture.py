@@ -18,13 +18,26 @@ Writes carry the loader's program order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
 
 from reshard.planner.errors import require
 from reshard.refit.errors import UnattributedWriteError, UnsupportedLoaderError
-from reshard.refit.trace import AlignedRead, Origin, Piece, Storage, Strided, resolve, trace, traced_type
+from reshard.refit.trace import (
+    AlignedRead,
+    Origin,
+    Piece,
+    Storage,
+    Strided,
+    meta_of,
+    origin_of,
+    resolve,
+    trace,
+    traced,
+    traced_type,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -130,7 +143,7 @@ def record(
     """
     recording = Recording()
     mode = _recorder_type()(recording, destinations)
-    with mode:  # type: ignore[attr-defined]
+    with mode:
         loader(_handed(recording, manifest))
     reached: set[str] = set()
     for write in recording.writes:
@@ -158,9 +171,10 @@ def _handed(
 
 
 @cache
-def _recorder_type() -> Callable[[Recording, Sequence[Destination]], object]:
+def _recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractContextManager[object]]:
     """The dispatch mode (made on first use, since torch is optional)."""
-    torch = require("torch", extra="torch")
+    require("torch", extra="torch")
+    import torch
     from torch.utils import _pytree as pytree
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -199,11 +213,11 @@ def _recorder_type() -> Callable[[Recording, Sequence[Destination]], object]:
         returns = func._schema.returns
         return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
-    class Recorder(TorchDispatchMode):
+    class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Follows traced tensors; carries out everything that does not involve them or a destination's memory."""
 
         def __init__(self, recording: Recording, destinations: Sequence[Destination]) -> None:
-            super().__init__()
+            super().__init__()  # type: ignore[no-untyped-call]
             self.recording = recording
             self.by_storage: dict[int, list[Destination]] = {}
             for d in destinations:
@@ -244,7 +258,7 @@ def _recorder_type() -> Callable[[Recording, Sequence[Destination]], object]:
         def origin(self, tensor: torch.Tensor) -> Origin | None:
             """Where the values of ``tensor`` come from; None for a plain tensor with real values."""
             if isinstance(tensor, made):
-                return tensor.origin  # type: ignore[attr-defined,no-any-return]
+                return origin_of(tensor)
             hit = self.destination(tensor)
             if hit is not None:
                 return Origin(None, frozenset((_PARAM + hit[0].name,)))
@@ -276,27 +290,34 @@ def _recorder_type() -> Callable[[Recording, Sequence[Destination]], object]:
                 viewed = next((t for t in tensors if isinstance(t, made)), None)
                 if viewed is None:
                     return func(*args, **kwargs)  # a view of live memory; harmless until it is read or written
-                return self.wrap(func(*self.meta(args), **self.meta(kwargs)), viewed.origin)  # type: ignore[attr-defined]
+                out = func(*self.meta_args(args), **self.meta_kwargs(kwargs))
+                return self.wrap(out, origin_of(viewed))
             if name in value_free:
-                return func(*self.like(args), **kwargs)
+                return func(*self.like_args(args), **kwargs)
             names = frozenset[str]().union(*(o.names for o in origins.values()))
             if name in escapes:
                 raise self.escape(name, names)
             if func is aten._unsafe_view.default and isinstance(args[0], made):
                 shown = args[0]
-                return self.wrap(aten.view.default(shown.meta, args[1]), shown.origin)  # type: ignore[attr-defined]
+                return self.wrap(aten.view.default(meta_of(shown), args[1]), origin_of(shown))
             same_dtype = kwargs.get("dtype") in (None, tensors[0].dtype)
             if func in copies and same_dtype and (source := origins[id(tensors[0])]).storage is not None:
-                out = func(tensors[0].meta, **self.on_meta(kwargs))  # type: ignore[attr-defined]
-                return self.copied(out, [(tensors[0].meta, (0,) * out.dim(), source.storage)])  # type: ignore[attr-defined]
+                out = func(meta_of(tensors[0]), **self.on_meta(kwargs))
+                return self.copied(out, [(meta_of(tensors[0]), (0,) * out.dim(), source.storage)])
             if func in joins and all((o := origins.get(id(t))) is not None and o.storage is not None for t in tensors):
                 return self.joined(func, args, kwargs, tensors)
             return self.compute(func, args, kwargs, names)
 
-        def compute(self, func: torch._ops.OpOverload, args: object, kwargs: object, names: frozenset[str]) -> object:
+        def compute(
+            self,
+            func: torch._ops.OpOverload,
+            args: Sequence[object],
+            kwargs: Mapping[str, object],
+            names: frozenset[str],
+        ) -> object:
             """Run for shapes only; the result depends on ``names``."""
             try:
-                out = func(*self.meta(args), **self.on_meta(self.meta(kwargs)))  # type: ignore[misc]
+                out = func(*self.meta_args(args), **self.on_meta(self.meta_kwargs(kwargs)))
             except (NotImplementedError, RuntimeError) as error:
                 raise self.escape(str(func), names) from error
             return self.wrap(out, Origin(None, names))
@@ -334,8 +355,8 @@ def _recorder_type() -> Callable[[Recording, Sequence[Destination]], object]:
                 if hit is not None:
                     self.write_destination(func, args, kwargs, target, hit, inputs, origins)
                 elif isinstance(target, made):
-                    self.recording.mutated |= {n for n in target.origin.names if not n.startswith(_PARAM)}  # type: ignore[attr-defined]
-                    target.origin.taint |= inputs  # type: ignore[attr-defined]
+                    self.recording.mutated |= {n for n in origin_of(target).names if not n.startswith(_PARAM)}
+                    origin_of(target).taint |= inputs
                 else:
                     pointer = target.untyped_storage().data_ptr()
                     before = self.scratch_taint.get(pointer, frozenset())
@@ -368,13 +389,19 @@ def _recorder_type() -> Callable[[Recording, Sequence[Destination]], object]:
                         self.recording.writes.append(Write(order, "constant", destination.name, view, value=element))
                         return
                     inputs |= frozenset((self.recording.current,)) - {""}
-                elif source is not None and source.storage is not None and not source.taint:
-                    src = Strided.of(value.meta).expand(view.sizes)  # type: ignore[union-attr]
+                elif (
+                    isinstance(value, torch.Tensor)
+                    and source is not None
+                    and source.storage is not None
+                    and not source.taint
+                ):
+                    src = Strided.of(meta_of(value)).expand(view.sizes)
                     reads = resolve(source.storage, src, view)
                     self.recording.writes.append(Write(order, "copy", destination.name, view, tuple(reads)))
                     return
             elif func in fills and source is None:
-                element = self.element(0 if func is aten.zero_.default else value, target)
+                number = value if isinstance(value, int | float | torch.Tensor) else 0
+                element = self.element(0 if func is aten.zero_.default else number, target)
                 self.recording.writes.append(Write(order, "constant", destination.name, view, value=element))
                 return
             taint = inputs | (source.names if source is not None else frozenset())
@@ -384,13 +411,12 @@ def _recorder_type() -> Callable[[Recording, Sequence[Destination]], object]:
 
         def wrap(self, out: object, origin: Origin) -> object:
             return pytree.tree_map(
-                lambda t: made(t, Origin(origin.storage, origin.taint)) if isinstance(t, torch.Tensor) else t,
-                out,  # type: ignore[call-arg,arg-type]
+                lambda t: traced(t, Origin(origin.storage, origin.taint)) if isinstance(t, torch.Tensor) else t, out
             )
 
         def copied(self, out: torch.Tensor, parts: Sequence[tuple[torch.Tensor, tuple[int, ...], Storage]]) -> object:
             """A fresh dense tensor made of ``parts``: (meta view, where it starts in ``out``, its storage)."""
-            order = sorted(range(out.dim()), key=lambda d: (-out.stride(d), d))
+            order = sorted(range(out.dim()), key=lambda d: (-int(out.stride()[d]), d))
             pieces = []
             for view, start, storage in parts:
                 strided = Strided.of(view)
@@ -407,7 +433,7 @@ def _recorder_type() -> Callable[[Recording, Sequence[Destination]], object]:
                     )
                 )
             shape = tuple(out.shape[d] for d in order)
-            return made(out, Origin(Storage(shape, pieces=tuple(pieces))))  # type: ignore[call-arg,arg-type]
+            return traced(out, Origin(Storage(shape, pieces=tuple(pieces))))
 
         def joined(
             self,
@@ -417,42 +443,51 @@ def _recorder_type() -> Callable[[Recording, Sequence[Destination]], object]:
             tensors: Sequence[torch.Tensor],
         ) -> object:
             """``cat`` and ``stack`` of traced tensors of one dtype."""
-            out: torch.Tensor = func(*self.meta(args), **self.meta(kwargs))  # type: ignore[misc]
+            out: torch.Tensor = func(*self.meta_args(args), **self.meta_kwargs(kwargs))
             raw = args[1] if len(args) > 1 else kwargs.get("dim", 0)
             dim = int(raw) % out.dim()  # type: ignore[call-overload]
             if any(t.dtype != out.dtype for t in tensors):
-                names = frozenset[str]().union(*(t.origin.names for t in tensors))  # type: ignore[attr-defined]
+                names = frozenset[str]().union(*(origin_of(t).names for t in tensors))
                 return self.wrap(out, Origin(None, names))
             parts: list[tuple[torch.Tensor, tuple[int, ...], Storage]] = []
             at = 0
             for t in tensors:
-                view = t.meta.unsqueeze(dim) if func is aten.stack.default else t.meta  # type: ignore[attr-defined]
+                view = meta_of(t).unsqueeze(dim) if func is aten.stack.default else meta_of(t)
                 if view.numel():
-                    parts.append((view, tuple(at if d == dim else 0 for d in range(out.dim())), t.origin.storage))  # type: ignore[attr-defined]
+                    storage = origin_of(t).storage
+                    if storage is None:
+                        raise UnsupportedLoaderError(f"{func} of a computed tensor")
+                    parts.append((view, tuple(at if d == dim else 0 for d in range(out.dim())), storage))
                     at += int(view.shape[dim])
             return self.copied(out, parts)
 
-        def meta(self, tree: object) -> object:
-            def one(value: object) -> object:
-                if isinstance(value, made):
-                    return value.meta  # type: ignore[attr-defined]
-                if isinstance(value, torch.Tensor) and value.dim():
-                    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-                return value.to("meta") if isinstance(value, torch.Tensor) else value
+        def meta_args(self, args: Sequence[object]) -> tuple[object, ...]:
+            return tuple(pytree.tree_map(self.meta, tuple(args)))
 
-            return pytree.tree_map(one, tree)
-
-        def like(self, tree: object) -> object:
-            def one(value: object) -> object:
-                if isinstance(value, made):
-                    return torch.empty((), dtype=value.dtype).expand(value.shape)
-                return value
-
-            return pytree.tree_map(one, tree)
+        def meta_kwargs(self, kwargs: Mapping[str, object]) -> dict[str, object]:
+            return {name: pytree.tree_map(self.meta, value) for name, value in kwargs.items()}
 
         @staticmethod
-        def on_meta(kwargs: object) -> dict[str, object]:
-            return {k: torch.device("meta") if k == "device" and v is not None else v for k, v in dict(kwargs).items()}  # type: ignore[call-overload]
+        def meta(value: object) -> object:
+            if isinstance(value, made):
+                return meta_of(value)
+            if isinstance(value, torch.Tensor) and value.dim():
+                return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+            return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+        @staticmethod
+        def like_args(args: Sequence[object]) -> tuple[object, ...]:
+            """Traced tensors replaced by real ones of their shape, for operations that look at nothing else."""
+
+            def one(value: object) -> object:
+                return torch.empty((), dtype=value.dtype).expand(value.shape) if isinstance(value, made) else value
+
+            return tuple(pytree.tree_map(one, tuple(args)))
+
+        @staticmethod
+        def on_meta(kwargs: Mapping[str, object]) -> dict[str, object]:
+            meta = torch.device("meta")
+            return {k: meta if k == "device" and v is not None else v for k, v in kwargs.items()}
 
         @staticmethod
         def uniform(value: torch.Tensor, target: torch.Tensor) -> bytes | None:
@@ -464,7 +499,7 @@ def _recorder_type() -> Callable[[Recording, Sequence[Destination]], object]:
             return bytes(rows[0].numpy().tobytes()) if bool((rows == rows[0]).all()) else None
 
         @staticmethod
-        def element(value: object, target: torch.Tensor) -> bytes:
+        def element(value: float | torch.Tensor, target: torch.Tensor) -> bytes:
             one = torch.empty((1,), dtype=target.dtype)
             one.fill_(value)
             return bytes(one.view(torch.uint8).numpy().tobytes())

@@ -117,21 +117,33 @@ class CellGrid:
 
     @classmethod
     def of(cls, part: ShardPart) -> CellGrid:
-        """The grid of a part. Loops over classes of (box shape, dtype), and over rows only to concatenate."""
-        patterns = [row_pattern(part, r) for r in range(len(part))]
-        counts = np.array([len(p) for p in patterns], np.int64)
+        """The grid of a part. Loops over classes of (box, dtype), not over rows."""
+        patterns, class_of = _row_classes(part)
+        sizes = np.array([len(p) for p in patterns], np.int64)
+        counts = sizes[class_of] if len(part) else np.zeros(0, np.int64)
         first = np.zeros(len(part) + 1, np.int64)
         np.cumsum(counts, out=first[1:])
-        if not patterns:
+        if not first[-1]:
             none = np.zeros(0, np.int64)
             return cls(first, none, none, none, np.zeros((0, 2), np.uint64))
+        starts = np.cumsum(sizes) - sizes
+        within = np.arange(int(first[-1])) - np.repeat(first[:-1], counts)
+        index = np.repeat(starts[class_of], counts) + within
         return cls(
             first,
             np.repeat(part.region, counts),
-            np.repeat(part.offset_bytes, counts) + np.concatenate([p.offset_bytes for p in patterns]),
-            np.concatenate([p.nbytes for p in patterns]),
-            np.concatenate([p.tags for p in patterns]),
+            np.repeat(part.offset_bytes, counts) + np.concatenate([p.offset_bytes for p in patterns])[index],
+            np.concatenate([p.nbytes for p in patterns])[index],
+            np.concatenate([p.tags for p in patterns])[index],
         )
+
+
+def _row_classes(part: ShardPart) -> tuple[list[CellPattern], Int64]:
+    """Distinct cell patterns of a part's rows, and which one each row has."""
+    n_codes = int(part.tensors.dtype_code.max()) + 1 if len(part.tensors) else 1
+    key = part.geometry_id * n_codes + (part.tensors.dtype_code[part.tensor_id] if len(part) else 0)
+    _, first_rows, class_of = np.unique(key, return_index=True, return_inverse=True)
+    return [row_pattern(part, int(r)) for r in first_rows], class_of.astype(np.int64)
 
 
 def row_box(part: ShardPart, row: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

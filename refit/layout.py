@@ -113,7 +113,9 @@ class PackedLayout:
             shape = tuple(b - a for a, b in zip(target.start, target.stop, strict=True))
             nbytes = parse_dtype(label).nbytes(math.prod(shape))
             if is_torch(tensor.data):
-                torch = require("torch", extra="torch")
+                require("torch", extra="torch")
+                import torch
+
                 if torch_view is None:
                     torch_view = torch.from_numpy(data)
                 raw = torch_view[target.offset_bytes : target.offset_bytes + nbytes]
@@ -144,7 +146,7 @@ def synchronize(tensors: Sequence[LocalTensor]) -> None:
     for tensor in tensors:
         if not is_torch(tensor.data):
             continue
-        device = tensor.data.device  # type: ignore[union-attr]
+        device: torch.device = tensor.data.device  # type: ignore[assignment]
         if device.type == "cuda" and device not in seen:
             seen.add(device)
             require("torch", extra="torch").cuda.synchronize(device)

@@ -141,7 +141,8 @@ def _staged_reads(names: Sequence[str], sources: ShardTable, options: PlanOption
     StagingBudgetError
         A source that is larger than the staging budget.
     """
-    buffers, requests = [], []
+    buffers: list[Buffer] = []
+    requests: list[ReadRequest] = []
     for name in names:
         i = sources.tensors.index(name)
         shape, label = sources.tensors.shape_of(i), sources.tensors.dtype_label(i)

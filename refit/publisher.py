@@ -248,10 +248,9 @@ class Publisher:
         layout = self._layout
         if layout is None:
             raise PublishError("no layout")
-        if len(self._buffers) < self._n_buffers:
-            made = PublishBuffer(self._transport, layout.data_bytes, len(layout.grid))
-            self._buffers.append(made)
-            return made
+        while len(self._buffers) < self._n_buffers:
+            # All at once, so that the endpoint message that readers connect by does not change at the second version.
+            self._buffers.append(PublishBuffer(self._transport, layout.data_bytes, len(layout.grid)))
         choice = self._buffers[0]
         if len(self._buffers) > 1 and choice is self._newest:
             choice = self._buffers[1]

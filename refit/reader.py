@@ -26,6 +26,7 @@ from reshard.refit.errors import RefitError, TornReadError
 from reshard.refit.header import HEADER_BYTES, Header
 from reshard.refit.links import Links
 from reshard.refit.planning import MATERIALISED
+from reshard.refit.verify import Verifier
 from reshard.refit.waves import WireTotals, read_waves
 
 if TYPE_CHECKING:
@@ -146,6 +147,11 @@ class Reader:
         )
 
     @property
+    def meta_bytes(self) -> int:
+        """Bytes of digests that a read brings along with the data."""
+        return sum(self._n_cells.get(name, 0) for name in self._holders) * DIGEST_BYTES
+
+    @property
     def staging(self) -> U8:
         """The staging arena's bytes (empty where the plan stages nothing)."""
         return self._staging.memory if self._staging is not None else np.zeros(0, np.uint8)
@@ -171,7 +177,7 @@ class Reader:
             return bound
         relative = plan.bind(
             {r.slot: r.region_bases for r in records},
-            np.array([b.ctypes.data for b in self._buffers()], np.uint64),
+            np.array([b.ctypes.data for b in self.buffers()], np.uint64),
             self._staging.base if self._staging is not None else 0,
             strided=False,
             local_device=local_device,
@@ -195,40 +201,55 @@ class Reader:
             self._bindings.popitem(last=False)[1].close()
         return made
 
-    def read(self, bound: Bound, manifest: Manifest, deadline: Deadline, *, sentinel: bool = False) -> WireTotals:
-        """Read a version into the current shadow arena.
+    def read(
+        self,
+        bound: Bound,
+        manifest: Manifest,
+        deadline: Deadline,
+        *,
+        verifier: Verifier | None = None,
+        sentinel: bool = False,
+    ) -> WireTotals:
+        """Read a version into the current shadow arena; what goes through staging is verified on the way.
 
         Raises
         ------
         TornReadError
             If a holder's header is not of this version, before or after.
+        VerificationError
+            If digests do not have their root, or staged cells not their digest.
         TransportError
             The first failure of a peer, with every peer's state.
         """
         plan = self._required_plan()
-        buffers = self._buffers()
+        buffers = self.buffers()
         if sentinel:
             for buffer in buffers:
                 buffer[:] = SENTINEL
         read_waves(self._transport, [bound.before], lambda k: None, deadline)
         first = self._headers("before", manifest)
         run_fills(plan, buffers)
-        waves = [list(w) for w in bound.waves] or [[]]
+        waves = [list(wave) for wave in bound.waves] or [[]]
         waves[0] = [*waves[0], *bound.beside]
         staging = self.staging
-        totals = read_waves(
-            self._transport,
-            waves,
-            lambda k: run_copies(plan, k, staging, buffers) if k < len(bound.waves) else None,
-            deadline,
-        )
+
+        def landed(k: int) -> None:
+            if verifier is not None:
+                if k == 0:
+                    roots = {name: manifest.slot(name).digest_root for name in self._holders}
+                    verifier.trust({name: self.digests(name) for name in self._holders}, roots)
+                verifier.check_wave(k, staging, buffers)
+            if k < len(bound.waves):
+                run_copies(plan, k, staging, buffers)
+
+        totals = read_waves(self._transport, waves, landed, deadline)
         read_waves(self._transport, [bound.after], lambda k: None, deadline)
         last = self._headers("after", manifest)
         for name, header in first.items():
             if last[name] != header:
                 raise TornReadError(
-                    f"holder {name!r}: its buffer was written during the read (sequence {header.sequence} -> "
-                    f"{last[name].sequence})"
+                    f"holder {name!r}: its buffer was written during the read "
+                    f"(sequence {header.sequence} -> {last[name].sequence})"
                 )
         return totals
 
@@ -273,7 +294,7 @@ class Reader:
         sizes = zip(plan.buffers.names_list, plan.buffer_bytes.tolist(), strict=True)
         return {name: size for name, size in sizes if (name in self._staged_names) != shadow}
 
-    def _buffers(self) -> list[U8]:
+    def buffers(self) -> list[U8]:
         """All destination buffers in the plan's order."""
         found = {**self.shadow().buffers, **(self._loader.buffers if self._loader is not None else {})}
         return [found[name] for name in self._required_plan().buffers.names_list]

@@ -32,6 +32,7 @@ from reshard.refit.planning import Gate, Planned, manifest_of, plan_refit, topol
 from reshard.refit.reader import Reader
 from reshard.refit.records import DiscoveryRecord, emit
 from reshard.refit.report import RefitReport
+from reshard.refit.verify import Checks, Mode, build_checks
 from reshard.rendezvous.types import VersionKey, WorkerInfo
 
 if TYPE_CHECKING:
@@ -63,6 +64,10 @@ class Receiver:
         The coverage gate; None reads the environment.
     allow_unconsumed
         Patterns of published names that no rank of the group needs to take.
+    verify
+        ``full`` digests every cell read whole, ``sample`` one in 16, ``off`` none.
+    require_verified
+        Refuse a refit in which any received byte could not be verified.
     lease_ttl_s, transaction_timeout_s
         Asked of the service.
     on_stage, on_state
@@ -83,6 +88,8 @@ class Receiver:
         require_full_coverage: bool | None = None,
         coverage_floor: float | None = None,
         allow_unconsumed: Sequence[str] = (),
+        verify: Mode = "full",
+        require_verified: bool = False,
         lease_ttl_s: float = 30.0,
         transaction_timeout_s: float = 600.0,
         worker_ttl_s: float = 10.0,
@@ -102,6 +109,11 @@ class Receiver:
         self.options = options if options is not None else PlanOptions(receiver_host=host or socket.gethostname())
         self.gate = Gate(require_full_coverage, coverage_floor)
         self.allow_unconsumed = tuple(allow_unconsumed)
+        if verify not in ("off", "sample", "full"):
+            raise ValueError(f"verify={verify!r}: expected 'off', 'sample' or 'full'")
+        self.verify: Mode = verify
+        self.require_verified = require_verified
+        self.checks: Checks | None = None
         self.lease_ttl_s, self.transaction_timeout_s = lease_ttl_s, transaction_timeout_s
         self._worker_ttl_s = worker_ttl_s
         self._host = host or socket.gethostname()
@@ -301,7 +313,9 @@ class Receiver:
     def adopt(self, planned: Planned) -> None:
         """Put a new plan in force."""
         self.planned = None
-        self.reader.adopt(planned.plan, {}, planned.materialised_buffers)
+        self.checks = build_checks(planned.plan) if self.verify != "off" else None
+        n_cells = self.checks.n_cells if self.checks is not None else {}
+        self.reader.adopt(planned.plan, n_cells, planned.materialised_buffers)
         self.planned = planned
 
     def seed(self, planned: Planned, shadow: Arena) -> None:

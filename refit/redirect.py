@@ -8,6 +8,7 @@ destination is dropped, since the plan's own copies have already put the right b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -27,21 +28,22 @@ def run_redirected(
     shadows: Mapping[str, torch.Tensor],
 ) -> None:
     """Call ``loader(weights)`` with ``destinations`` replaced by ``shadows`` (name -> flat typed tensor)."""
-    with _redirector_type()(destinations, shadows):  # type: ignore[attr-defined]
+    with _redirector_type()(destinations, shadows):
         loader(weights)
 
 
 @cache
-def _redirector_type() -> Callable[[Sequence[Destination], Mapping[str, torch.Tensor]], object]:
-    torch = require("torch", extra="torch")
+def _redirector_type() -> Callable[[Sequence[Destination], Mapping[str, torch.Tensor]], AbstractContextManager[object]]:
+    require("torch", extra="torch")
+    import torch
     from torch.utils import _pytree as pytree
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Redirector(TorchDispatchMode):
+    class Redirector(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Replaces views of live memory by views of shadows, operation by operation."""
 
         def __init__(self, destinations: Sequence[Destination], shadows: Mapping[str, torch.Tensor]) -> None:
-            super().__init__()
+            super().__init__()  # type: ignore[no-untyped-call]
             self.shadows = shadows
             self.by_storage: dict[int, list[Destination]] = {}
             for d in destinations:

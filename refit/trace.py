@@ -15,16 +15,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from reshard.planner.affine import source_aligned
 from reshard.planner.errors import require
 from reshard.refit.errors import UnsupportedLoaderError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
-__all__ = ["AlignedRead", "Piece", "Storage", "Strided", "Traced", "resolve", "trace", "traced_type"]
+__all__ = [
+    "AlignedRead",
+    "Origin",
+    "Piece",
+    "Storage",
+    "Strided",
+    "meta_of",
+    "origin_of",
+    "resolve",
+    "trace",
+    "traced",
+    "traced_type",
+]
 
 MAX_BOXES = 65_536
 """Most source-aligned boxes that one copy may fall into."""
@@ -169,9 +183,10 @@ class Traced(Protocol):
 @cache
 def traced_type() -> type[torch.Tensor]:
     """The wrapper subclass (made on first use, since torch is optional)."""
-    torch = require("torch", extra="torch")
+    require("torch", extra="torch")
+    import torch
 
-    class TracedTensor(torch.Tensor):  # type: ignore[name-defined,misc]
+    class TracedTensor(torch.Tensor):
         """A tensor without storage that knows which elements of a published tensor it shows."""
 
         meta: torch.Tensor
@@ -185,7 +200,7 @@ def traced_type() -> type[torch.Tensor]:
                 strides=meta.stride(),
                 storage_offset=meta.storage_offset(),
                 dtype=meta.dtype,
-                device="cpu",
+                device=torch.device("cpu"),
             )
             made.meta = meta
             made.origin = origin
@@ -194,16 +209,16 @@ def traced_type() -> type[torch.Tensor]:
         def __init__(self, meta: torch.Tensor, origin: Origin) -> None:
             del meta, origin
 
-        def item(self) -> torch.Tensor:
+        def item(self) -> torch.Tensor:  # type: ignore[override]
             """A traced scalar: it can be written (``param.fill_(w.item())``), but nothing can branch on it."""
             return self.reshape(())
 
-        def __repr__(self, *, tensor_contents: object = None) -> str:
+        def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
             names = ", ".join(sorted(self.origin.names))
             return f"Traced({names}: {self.dtype} {tuple(self.shape)})"
 
         @classmethod
-        def __torch_dispatch__(
+        def __torch_dispatch__(  # type: ignore[override]
             cls, func: object, types: object, args: Sequence[object] = (), kwargs: object = None
         ) -> object:
             names = sorted({n for a in args if isinstance(a, cls) for n in a.origin.names})
@@ -219,7 +234,23 @@ def traced_type() -> type[torch.Tensor]:
 
 def trace(name: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """A traced tensor that stands for the whole published tensor ``name``."""
-    torch = require("torch", extra="torch")
+    require("torch", extra="torch")
+    import torch
+
     meta = torch.empty(tuple(shape), dtype=dtype, device="meta")
-    make = traced_type()
-    return make(meta, Origin(Storage(tuple(shape), source=name)))  # type: ignore[call-arg,arg-type]
+    return traced(meta, Origin(Storage(tuple(shape), source=name)))
+
+
+def traced(meta: torch.Tensor, origin: Origin) -> torch.Tensor:
+    """Wrap a meta tensor whose storage ``origin`` describes."""
+    return cast("Callable[[torch.Tensor, Origin], torch.Tensor]", traced_type())(meta, origin)
+
+
+def meta_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The meta tensor inside a traced one."""
+    return cast("Traced", tensor).meta
+
+
+def origin_of(tensor: torch.Tensor) -> Origin:
+    """Where a traced tensor's values come from."""
+    return cast("Traced", tensor).origin

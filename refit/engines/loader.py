@@ -124,13 +124,17 @@ class LoaderEngine:
     def read_live(self, name: str, into: U8) -> None:
         """Copy one parameter's bytes, in physical order."""
         place = self._place(name)
-        torch = require("torch", extra="torch")
+        require("torch", extra="torch")
+        import torch
+
         with torch.no_grad():
             place.view_of(into).copy_(place.tensor.detach())
 
     def load_materialised(self, sources: Mapping[str, U8], buffers: Mapping[str, U8]) -> None:
         """Run the loader on staged sources; ``sources`` maps ``name`` to row-major bytes."""
-        torch = require("torch", extra="torch")
+        require("torch", extra="torch")
+        import torch
+
         places = [p for p in places_of(self.model) if p.dense]
         typed = {p.name: torch.from_numpy(buffers[p.name]).view(p.tensor.dtype) for p in places if p.name in buffers}
         weights = [
@@ -142,7 +146,9 @@ class LoaderEngine:
 
     def install(self, buffers: Mapping[str, U8]) -> None:
         """Make ``buffers`` the parameters' memory, or copy them into it."""
-        torch = require("torch", extra="torch")
+        require("torch", extra="torch")
+        import torch
+
         devices: set[torch.device] = set()
         with torch.no_grad():
             for place in places_of(self.model):

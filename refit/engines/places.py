@@ -43,7 +43,9 @@ def torch_dtype(label: str) -> torch.dtype:
     RefitError
         If this torch has none.
     """
-    torch = require("torch", extra="torch")
+    require("torch", extra="torch")
+    import torch
+
     found = getattr(torch, label, None) if label in BY_LABEL else None
     if not isinstance(found, torch.dtype):
         raise RefitError(f"torch {torch.__version__} has no dtype for {label!r}")
@@ -99,7 +101,9 @@ class Place:
 
     def view_of(self, raw: U8, like: torch.Tensor | None = None) -> torch.Tensor:
         """``raw`` (its destination buffer's bytes) shown with the shape and strides of one of its tensors."""
-        torch = require("torch", extra="torch")
+        require("torch", extra="torch")
+        import torch
+
         shown = self.tensor if like is None else like
         flat: torch.Tensor = torch.from_numpy(raw).view(shown.dtype)
         return flat.as_strided(shown.shape, shown.stride())
@@ -126,11 +130,18 @@ def places_of(model: torch.nn.Module) -> list[Place]:
     made = []
     for key, found in names.items():
         first = tensors[key][0]
-        order = tuple(
-            sorted(range(first.dim()), key=lambda d, t=first: (-t.stride(d) if t.shape[d] > 1 else -math.inf, d))
-        )
+        order = _physical_order(first)
         made.append(Place(found[0], tuple(found[1:]), tuple(tensors[key]), _is_dense(first, order), order))
     return made
+
+
+def _physical_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Dims by falling stride, those of one element first."""
+    keys = [
+        (-float(s) if n > 1 else -math.inf, d)
+        for d, (n, s) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+    ]
+    return tuple(d for _, d in sorted(keys))
 
 
 def _is_dense(tensor: torch.Tensor, order: Sequence[int]) -> bool:

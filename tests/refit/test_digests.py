@@ -38,7 +38,9 @@ def test_equals_its_definition(raw: bytes) -> None:
 def test_pieces_do_not_show() -> None:
     values = RNG.integers(0, 256, CELL_BYTES, dtype=np.uint8)
     lanes = values.view(np.uint32).astype(object)
-    expected = [sum(lanes * weights(s).astype(object)) + t for s, t in zip(SEEDS, cell_tag("uint8", values.shape), strict=True)]
+    expected = [
+        sum(lanes * weights(s).astype(object)) + t for s, t in zip(SEEDS, cell_tag("uint8", values.shape), strict=True)
+    ]
     assert digest(values) == b"".join((e % 2**64).to_bytes(8, "little") for e in expected)
 
 
@@ -135,7 +137,11 @@ def test_one_changed_bit_is_seen_wherever_it_is(at: int) -> None:
 
 
 def test_zeros_of_other_shapes_and_dtypes_differ() -> None:
-    seen = {digest(np.zeros(shape, d)) for shape in [(8,), (4, 2), (2, 4), (16,), (8, 1)] for d in ("uint8", "int8", "float32")}
+    seen = {
+        digest(np.zeros(shape, d))
+        for shape in [(8,), (4, 2), (2, 4), (16,), (8, 1)]
+        for d in ("uint8", "int8", "float32")
+    }
     assert len(seen) == 15
     assert digest(np.zeros(4, np.uint16), "bfloat16") != digest(np.zeros(4, np.uint16), "float16")
 
