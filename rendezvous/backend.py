@@ -186,7 +186,11 @@ class LocalBackend:
 
     async def await_version(self, wish: Join, timeout_s: float, on_progress: Callable[[Progress], None]) -> Answer:
         """Wait for a version."""
-        granted = await self._broker.await_version(wish, timeout_s, on_progress)
+
+        async def report(progress: Progress) -> None:
+            on_progress(progress)
+
+        granted = await self._broker.await_version(wish, timeout_s, report)
         version = granted.version
         return Answer(
             key=version.key,

@@ -12,7 +12,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -184,7 +184,7 @@ class Broker:
         await self.store.run(lambda view: state.release_lease(view, uid, lease_id))
 
     async def await_version(
-        self, wish: Join, timeout_s: float, on_progress: Callable[[Progress], None] | None = None
+        self, wish: Join, timeout_s: float, on_progress: Callable[[Progress], Awaitable[None]] | None = None
     ) -> Granted:
         """Wait for a version, join the group's transaction to it and take a lease.
 
@@ -199,7 +199,7 @@ class Broker:
 
         async def report() -> None:
             if on_progress is not None:
-                on_progress((await self.store.run(look)).value)
+                await on_progress((await self.store.run(look)).value)
 
         started = time.monotonic()
         try:
@@ -330,7 +330,7 @@ class Broker:
         transition: Callable[[View], T | Pending],
         timeout_s: float,
         what: str,
-        report: Callable[[], object] | None = None,
+        report: Callable[[], Awaitable[None]] | None = None,
     ) -> T:
         """Run a transition until it is not pending: subscribed first, again on each event that concerns it."""
         deadline = time.monotonic() + timeout_s
@@ -349,9 +349,7 @@ class Broker:
                 await watch.changed(ran.watched, patience_s)
                 if report is not None and time.monotonic() >= report_at:
                     report_at = time.monotonic() + 10 * _PROGRESS_AFTER_S
-                    result = report()
-                    if asyncio.iscoroutine(result):
-                        await result
+                    await report()
 
 
 def _patience_s(wake_s: float, now: float) -> float:

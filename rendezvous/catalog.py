@@ -49,6 +49,10 @@ class Lru(Generic[K, V]):
             self._entries.move_to_end(key)
         return value
 
+    def keys(self) -> list[K]:
+        """Return the keys of all entries."""
+        return list(self._entries)
+
     def put(self, key: K, value: V) -> None:
         """Keep an entry, dropping the one used longest ago if there are too many."""
         self._entries[key] = value

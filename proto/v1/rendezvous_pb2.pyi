@@ -1,4 +1,3 @@
-from reshard.proto.v1 import tables_pb2 as _tables_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -561,60 +560,6 @@ class AskDecisionResponse(_message.Message):
     FACTS_FIELD_NUMBER: _ClassVar[int]
     facts: Facts
     def __init__(self, facts: _Optional[_Union[Facts, _Mapping]] = ...) -> None: ...
-
-class CutTable(_message.Message):
-    __slots__ = ("names_bytes", "n_names", "n_cuts", "columns", "frame", "names_frame")
-    NAMES_BYTES_FIELD_NUMBER: _ClassVar[int]
-    N_NAMES_FIELD_NUMBER: _ClassVar[int]
-    N_CUTS_FIELD_NUMBER: _ClassVar[int]
-    COLUMNS_FIELD_NUMBER: _ClassVar[int]
-    FRAME_FIELD_NUMBER: _ClassVar[int]
-    NAMES_FRAME_FIELD_NUMBER: _ClassVar[int]
-    names_bytes: int
-    n_names: int
-    n_cuts: int
-    columns: _containers.RepeatedCompositeFieldContainer[_tables_pb2.Column]
-    frame: bytes
-    names_frame: bytes
-    def __init__(self, names_bytes: _Optional[int] = ..., n_names: _Optional[int] = ..., n_cuts: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[_tables_pb2.Column, _Mapping]]] = ..., frame: _Optional[bytes] = ..., names_frame: _Optional[bytes] = ...) -> None: ...
-
-class PutCutsRequest(_message.Message):
-    __slots__ = ("model", "group", "cuts")
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    CUTS_FIELD_NUMBER: _ClassVar[int]
-    model: str
-    group: str
-    cuts: CutTable
-    def __init__(self, model: _Optional[str] = ..., group: _Optional[str] = ..., cuts: _Optional[_Union[CutTable, _Mapping]] = ...) -> None: ...
-
-class PutCutsResponse(_message.Message):
-    __slots__ = ("layout_epoch",)
-    LAYOUT_EPOCH_FIELD_NUMBER: _ClassVar[int]
-    layout_epoch: int
-    def __init__(self, layout_epoch: _Optional[int] = ...) -> None: ...
-
-class GetCutsRequest(_message.Message):
-    __slots__ = ("model",)
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    model: str
-    def __init__(self, model: _Optional[str] = ...) -> None: ...
-
-class GroupCuts(_message.Message):
-    __slots__ = ("group", "cuts")
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    CUTS_FIELD_NUMBER: _ClassVar[int]
-    group: str
-    cuts: CutTable
-    def __init__(self, group: _Optional[str] = ..., cuts: _Optional[_Union[CutTable, _Mapping]] = ...) -> None: ...
-
-class GetCutsResponse(_message.Message):
-    __slots__ = ("layout_epoch", "groups")
-    LAYOUT_EPOCH_FIELD_NUMBER: _ClassVar[int]
-    GROUPS_FIELD_NUMBER: _ClassVar[int]
-    layout_epoch: int
-    groups: _containers.RepeatedCompositeFieldContainer[GroupCuts]
-    def __init__(self, layout_epoch: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupCuts, _Mapping]]] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()

@@ -1,0 +1,136 @@
+"""How do errors cross the wire? Each of the tree's errors as a gRPC status with a typed detail, and back.
+
+The detail is a ``reshard.proto.v1.Error`` in the trailing metadata ``reshard-error-bin``. A status without one comes
+from gRPC itself: no connection, a deadline, a proxy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, cast
+
+from reshard.rendezvous.errors import (
+    AuthenticationError,
+    EqualityError,
+    InvalidRequestError,
+    LeaseError,
+    RendezvousError,
+    RendezvousTimeoutError,
+    RendezvousUnavailableError,
+    StaleError,
+    TransactionError,
+    VersionError,
+    WorkerLostError,
+)
+
+if TYPE_CHECKING:
+    import grpc
+
+    from reshard.proto.v1 import rendezvous_pb2
+
+__all__ = ["DETAIL_KEY", "error_from_status", "status_of", "to_detail"]
+
+DETAIL_KEY = "reshard-error-bin"
+_MESSAGE_CHARS = 4096  # trailing metadata is bounded by the transport, usually at 8 KiB
+_NAMES = 16
+
+# Error type, its kind on the wire, its gRPC status: the first row whose type fits, so subclasses come first.
+_ROWS: tuple[tuple[type[RendezvousError], str, str], ...] = (
+    (InvalidRequestError, "INVALID_REQUEST", "INVALID_ARGUMENT"),
+    (WorkerLostError, "WORKER_LOST", "FAILED_PRECONDITION"),
+    (EqualityError, "EQUALITY", "FAILED_PRECONDITION"),
+    (VersionError, "VERSION", "FAILED_PRECONDITION"),
+    (StaleError, "STALE", "NOT_FOUND"),
+    (LeaseError, "LEASE", "NOT_FOUND"),
+    (TransactionError, "TRANSACTION", "FAILED_PRECONDITION"),
+    (RendezvousTimeoutError, "TIMEOUT", "DEADLINE_EXCEEDED"),
+    (RendezvousUnavailableError, "UNAVAILABLE", "UNAVAILABLE"),
+    (AuthenticationError, "AUTHENTICATION", "UNAUTHENTICATED"),
+)
+
+
+def status_of(error: RendezvousError) -> grpc.StatusCode:
+    """Return the status that an error travels with."""
+    import grpc
+
+    for kind, _, status in _ROWS:
+        if isinstance(error, kind):
+            code: grpc.StatusCode = getattr(grpc.StatusCode, status)
+            return code
+    return grpc.StatusCode.INTERNAL
+
+
+def to_detail(error: RendezvousError) -> rendezvous_pb2.Error:
+    """Encode an error."""
+    from reshard.proto.v1 import rendezvous_pb2
+
+    name = next((wire for kind, wire, _ in _ROWS if isinstance(error, kind)), "UNSPECIFIED")
+    detail = rendezvous_pb2.Error(
+        kind=f"ERROR_KIND_{name}",
+        message=_short(str(error)),
+    )
+    if isinstance(error, InvalidRequestError):
+        detail.field = _short(error.field)
+        detail.message = _short(error.reason)
+    elif isinstance(error, VersionError):
+        detail.holders.extend(_short(name) for name in error.holders[:_NAMES])
+    elif isinstance(error, RendezvousTimeoutError):
+        detail.waited_ms = int(error.waited_s * 1000)
+        detail.progress.missing.extend(_few(error.missing_slots))
+        detail.progress.lost.extend(_few(error.lost_workers))
+        detail.progress.empty.extend(_few(error.empty_slots))
+    return detail
+
+
+def error_from_detail(blob: bytes) -> RendezvousError:
+    """Decode an error."""
+    from reshard.proto.v1 import rendezvous_pb2
+
+    detail = rendezvous_pb2.Error.FromString(blob)
+    name = rendezvous_pb2.ErrorKind.Name(detail.kind).removeprefix("ERROR_KIND_")
+    if name == "INVALID_REQUEST":
+        return InvalidRequestError(detail.field, detail.message)
+    if name in ("VERSION", "EQUALITY"):
+        kind = EqualityError if name == "EQUALITY" else VersionError
+        return kind(detail.message, holders=tuple(detail.holders))
+    if name == "TIMEOUT":
+        return RendezvousTimeoutError(
+            detail.message,
+            missing_slots=tuple(detail.progress.missing),
+            empty_slots=tuple(detail.progress.empty),
+            lost_workers=tuple(detail.progress.lost),
+            waited_s=detail.waited_ms / 1000,
+        )
+    for plain, wire, _ in _ROWS:
+        if wire == name:
+            return plain(detail.message)
+    return RendezvousError(detail.message)
+
+
+def error_from_status(error: grpc.aio.AioRpcError, address: str, call: str) -> RendezvousError:
+    """Map what a gRPC call raised to the tree."""
+    import grpc
+
+    metadata = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
+    for key, value in metadata:
+        if key == DETAIL_KEY and isinstance(value, bytes):
+            return error_from_detail(value)
+    code, said = error.code(), error.details() or ""
+    where = f"{call} at {address}"
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return RendezvousTimeoutError(f"{where}: no answer before the deadline")
+    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return AuthenticationError(f"{where}: {said}")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return InvalidRequestError(call, f"message too large: {said}")
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN):
+        return RendezvousUnavailableError(f"{where}: {said or code.name}")
+    return RendezvousError(f"{where}: {code.name}: {said}")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MESSAGE_CHARS else text[: _MESSAGE_CHARS - 3] + "..."
+
+
+def _few(names: tuple[str, ...]) -> list[str]:
+    return [name[:128] for name in names[:_NAMES]]
