@@ -83,6 +83,23 @@ typedef struct {
 } ucp_request_param_t;
 
 typedef struct {
+    uint64_t recv_attr;
+    uintptr_t reply_ep;
+} ucp_am_recv_param_t;
+
+typedef ucs_status_t (*ucp_am_recv_callback_t)(void *arg, const void *header, size_t header_length, void *data,
+                                               size_t length, const ucp_am_recv_param_t *param);
+
+typedef struct {
+    uint64_t field_mask;
+    unsigned id;
+    uint32_t flags;
+    ucp_am_recv_callback_t cb;
+    void *arg;
+    char spare[256];
+} ucp_am_handler_param_t;
+
+typedef struct {
     uint64_t field_mask;
     size_t request_size;
     int thread_mode;
@@ -144,6 +161,9 @@ void ucp_rkey_destroy(uintptr_t rkey);
 
 uintptr_t ucp_get_nbx(uintptr_t ep, uintptr_t buffer, size_t count, uint64_t remote_addr, uintptr_t rkey,
                       uintptr_t param);
+ucs_status_t ucp_worker_set_am_recv_handler(uintptr_t worker, const ucp_am_handler_param_t *param);
+uintptr_t ucp_am_send_nbx(uintptr_t ep, unsigned id, const void *header, size_t header_length, const void *buffer,
+                          size_t count, const ucp_request_param_t *param);
 ucs_status_t ucp_request_check_status(uintptr_t request);
 void ucp_request_free(uintptr_t request);
 const char *ucs_status_string(ucs_status_t status);
@@ -160,6 +180,7 @@ PARAM_FIELD_MT_WORKERS_SHARED = 1 << 5
 PARAM_FIELD_NAME = 1 << 8
 FEATURE_RMA = 1 << 1
 FEATURE_WAKEUP = 1 << 4
+FEATURE_AM = 1 << 6
 
 # ucp_worker_params_t
 WORKER_FIELD_THREAD_MODE = 1 << 0
@@ -193,6 +214,14 @@ OP_FIELD_USER_DATA = 1 << 2
 OP_FIELD_FLAGS = 1 << 4
 OP_FIELD_MEMORY_TYPE = 1 << 6
 OP_FIELD_MEMH = 1 << 8
+
+# Active messages
+AM_HANDLER_FIELD_ID = 1 << 0
+AM_HANDLER_FIELD_CB = 1 << 2
+AM_HANDLER_FIELD_ARG = 1 << 3
+AM_SEND_FLAG_REPLY = 1 << 0
+AM_SEND_FLAG_COPY_HEADER = 1 << 3
+AM_RECV_ATTR_FIELD_REPLY_EP = 1 << 0
 
 # ucp_context_attr_t, ucp_ep_attr_t
 ATTR_FIELD_REQUEST_SIZE = 1 << 0

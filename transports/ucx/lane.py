@@ -11,21 +11,20 @@ Each peer has its own worker, so that peers are read in parallel by as many thre
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import ClassVar, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from reshard.transports.errors import PeerError, TransferError, TransportError
+from reshard.transports.errors import PeerError, TransferError, TransferTimeoutError, TransportError
 from reshard.transports.regions import U64
 from reshard.transports.ucx import declarations as d
+from reshard.transports.ucx.callbacks import callbacks_of
 from reshard.transports.ucx.context import Context
-from reshard.transports.ucx.library import Library
 from reshard.transports.ucx.requests import CHUNK, RequestRing
 from reshard.transports.ucx.worker import Worker
 
@@ -34,8 +33,8 @@ _log = logging.getLogger(__name__)
 _PEER_GONE = frozenset({-6, -16, -20, -23, -24, -25, *range(-59, -39), *range(-89, -59)})
 """UNREACHABLE, CANCELED, TIMED_OUT, REJECTED, NOT_CONNECTED, CONNECTION_RESET, link and endpoint failures."""
 _SPIN = 16
+_NAP_S = 0.01
 _CLOSE_S = 2.0
-_DIAGNOSIS_S = 0.1
 
 _STUCK: list[Lane] = []
 """Lanes whose reads would not end: UCX may still use their memory, so it is never freed."""
@@ -107,13 +106,47 @@ class Lane:
         self._endpoint = 0
         self._worker = Worker(context)
         self._ring = RequestRing(self.library, context.request_bytes)
-        self._failures = _ErrorHandler.of(self.library)
-        self._token = self._failures.new_token()
+        self._callbacks = callbacks_of(self.library)
+        self._token = self._callbacks.new_token()
         try:
             self._endpoint = self._create_endpoint(address)
         except PeerError:
             self.close()
             raise
+
+    def identify(self, deadline: float) -> bytes:
+        """Ask the peer who it is, before any of its memory is read.
+
+        Parameters
+        ----------
+        deadline : float
+            On `time.monotonic`.
+
+        Returns
+        -------
+        bytes
+            Its transport's incarnation.
+
+        Raises
+        ------
+        PeerError
+            If the connection fails.
+        TransferTimeoutError
+            If there is no answer in time: the process is stopped, or is none of ours.
+        """
+        with self._lock:
+            self._require_alive()
+            self._callbacks.ask_identity(self._worker.handle, self._endpoint, self._token)
+            while not (answer := self._callbacks.answer(self._token)):
+                if failed := self._callbacks.failure(self._token):
+                    self._die(failed, "connecting")
+                if time.monotonic() >= deadline:
+                    raise TransferTimeoutError(
+                        f"peer {self.peer!r} did not say who it is before the deadline", peer=self.peer
+                    )
+                if not self._worker.progress() and self._worker.arm():
+                    self._worker.wait_event(min(max(deadline - time.monotonic(), 0.0), _NAP_S))
+        return answer
 
     def unpack(self, key: bytes) -> int:
         """Unpack a region's key for this endpoint; it is destroyed with the lane.
@@ -227,7 +260,7 @@ class Lane:
             worst = ring.release(chunk)
             if worst < d.OK:
                 self._die(worst, "ucp_get_nbx")
-        failed = self._failures.status(self._token)
+        failed = self._callbacks.failure(self._token)
         if failed:
             self._die(failed, "endpoint")
         return gets._next == len(gets) and not gets._chunks, moved
@@ -239,7 +272,7 @@ class Lane:
         params.field_mask = d.EP_FIELD_REMOTE_ADDRESS | d.EP_FIELD_ERR_HANDLING_MODE | d.EP_FIELD_ERR_HANDLER
         params.address = packed
         params.err_mode = d.ERR_HANDLING_MODE_PEER
-        params.err_handler_cb = self._failures.callback
+        params.err_handler_cb = self._callbacks.on_failure
         params.err_handler_arg = ffi.cast("void *", self._token)
         handle = ffi.new("uintptr_t *")
         status = self.library.ucp.ucp_ep_create(self._worker.handle, params, handle)
@@ -260,22 +293,20 @@ class Lane:
 
     def _error(self, status: int, what: str) -> TransportError:
         text = self.library.status_text(status)
+        if status == d.ERR_IO_ERROR:
+            # CMA says no more than this.
+            return PeerError(
+                f"peer {self.peer!r} has exited, or has unmapped memory that it registered: {what}: {text}",
+                peer=self.peer,
+            )
         if status in _PEER_GONE:
             return PeerError(f"peer {self.peer!r} is gone: {what}: {text}", peer=self.peer)
         return TransferError(f"reading from peer {self.peer!r} failed: {what}: {text}", peer=self.peer)
 
     def _die(self, status: int, what: str) -> NoReturn:
-        """Find out why, tear down, and raise."""
-        if status == d.ERR_IO_ERROR:
-            # What CMA says when the peer has died and when its memory is gone. If it has died, its sockets are being
-            # closed, and the endpoint's error follows.
-            stop = time.monotonic() + _DIAGNOSIS_S
-            while not self._failures.status(self._token) and time.monotonic() < stop:
-                self._worker.progress()
-            status = self._failures.status(self._token) or status
-        self._death = self._error(status, what)
+        error = self._death = self._error(status, what)
         self._tear_down()
-        raise self._death
+        raise error
 
     def _tear_down(self) -> None:
         if not self._worker.handle or self.stuck:
@@ -301,36 +332,4 @@ class Lane:
             ucp.ucp_rkey_destroy(key)
         self._keys.clear()
         self._worker.close()
-        self._failures.forget(self._token)
-
-
-class _ErrorHandler:
-    """The one callback that all endpoints of a library share.
-
-    It is never freed: UCX may hold it for as long as the process lives.
-    """
-
-    _by_library: ClassVar[dict[str, _ErrorHandler]] = {}
-
-    def __init__(self, library: Library) -> None:
-        self._status: dict[int, int] = {}
-        self._tokens = itertools.count(1)
-        ffi = library.ffi
-
-        def on_error(argument: object, endpoint: int, status: int) -> None:
-            self._status[int(ffi.cast("uintptr_t", argument))] = status
-
-        self.callback: object = ffi.callback("ucp_err_handler_cb_t", on_error)
-
-    @classmethod
-    def of(cls, library: Library) -> _ErrorHandler:
-        return cls._by_library.setdefault(library.path, cls(library))
-
-    def new_token(self) -> int:
-        return next(self._tokens)
-
-    def status(self, token: int) -> int:
-        return self._status.get(token, d.OK)
-
-    def forget(self, token: int) -> None:
-        self._status.pop(token, None)
+        self._callbacks.forget(self._token)

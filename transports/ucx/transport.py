@@ -18,6 +18,7 @@ import numpy.typing as npt
 from reshard.transports.base import Allocation, Capabilities
 from reshard.transports.beacon import BEACON_BYTES, Beacon, check_beacon
 from reshard.transports.common import CommonTransport
+from reshard.transports.devicemem import allocate_device
 from reshard.transports.endpoint import Endpoint
 from reshard.transports.errors import (
     PeerError,
@@ -32,6 +33,7 @@ from reshard.transports.lists import ConnectedPeer, Work
 from reshard.transports.regions import U64, MemoryKind, Region
 from reshard.transports.rows import ADDRESS, NBYTES
 from reshard.transports.transfer import Slice
+from reshard.transports.ucx.callbacks import callbacks_of
 from reshard.transports.ucx.context import MEMORY_TYPES, Context, MappedMemory
 from reshard.transports.ucx.lane import Gets, Lane
 from reshard.transports.ucx.library import load_library
@@ -97,6 +99,8 @@ class UcxTransport(CommonTransport):
         except BaseException:
             self._context.close()
             raise
+        callbacks = callbacks_of(self._context.library)
+        callbacks.serve_identity(self._serving.handle, callbacks.new_token(), self.incarnation)
         self._address = self._serving.address()
         self._beacon_memory = allocate_pages(BEACON_BYTES)
         self._beacon = Beacon(self._beacon_memory, self.incarnation)
@@ -113,9 +117,11 @@ class UcxTransport(CommonTransport):
         return ""
 
     def allocate(self, nbytes: int, *, memory: MemoryKind = "dram", device: int = 0) -> Allocation:
-        """See `Transport.allocate`."""
+        """See `Transport.allocate`; device memory comes from torch."""
+        if memory == "vram":
+            return allocate_device(nbytes, device)
         array = allocate_pages(nbytes)
-        return Allocation(array, Region.of(array))
+        return Allocation(array, Region(int(array.ctypes.data), nbytes, "dram", 0, array))
 
     def _register(self, region: Region) -> MappedMemory:
         return self._context.map(region)
@@ -133,7 +139,7 @@ class UcxTransport(CommonTransport):
 
     def _dial(self, peer: ConnectedPeer, deadline: float) -> UcxPeer:
         address = decode_address(peer.endpoint.payload, len(peer.endpoint.regions))
-        native = UcxPeer(self._context, peer, address)
+        native = UcxPeer(self._context, peer, address, deadline)
         try:
             through = native.gate.post()
             while not through:
@@ -252,7 +258,7 @@ class BeaconGate(GetSlice):
 class UcxPeer:
     """A native connection: the lane, the regions' keys as far as they were needed, and room for a beacon."""
 
-    def __init__(self, context: Context, peer: ConnectedPeer, address: UcxAddress) -> None:
+    def __init__(self, context: Context, peer: ConnectedPeer, address: UcxAddress, deadline: float) -> None:
         self._context = context
         self._packed = address.keys
         self._keys = np.zeros(len(address.keys), np.uint64)
@@ -262,6 +268,10 @@ class UcxPeer:
         try:
             image_map = self._image_map = context.map(Region.of(self._image))
             self.lane = self._lane = Lane(context, peer.name, address.worker)
+            if self.lane.identify(deadline) != peer.endpoint.incarnation:
+                raise PeerError(
+                    f"peer {peer.name!r} is not there any more: another process has taken its address", peer=peer.name
+                )
             key = self.lane.unpack(address.beacon_key)
         except BaseException:
             self.close()
