@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -87,7 +87,7 @@ class Backend(Protocol):
         """Wait for a version."""
         ...
 
-    def watch_versions(self, model: str, timeout_s: float) -> AsyncIterator[VersionEvent]:
+    def watch_versions(self, model: str, timeout_s: float) -> AsyncGenerator[VersionEvent, None]:
         """Watch a model."""
         ...
 
@@ -204,7 +204,7 @@ class LocalBackend:
             identity=hashlib.sha256(version.uid.encode()).digest(),
         )
 
-    def watch_versions(self, model: str, timeout_s: float) -> AsyncIterator[VersionEvent]:
+    def watch_versions(self, model: str, timeout_s: float) -> AsyncGenerator[VersionEvent, None]:
         """Watch a model."""
         return self._broker.watch_versions(model, timeout_s)
 

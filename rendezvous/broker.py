@@ -12,7 +12,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -271,7 +271,7 @@ class Broker:
 
         return await self._until(decided, timeout_s, "the other members")
 
-    async def watch_versions(self, model: str, timeout_s: float) -> AsyncIterator[VersionEvent]:
+    async def watch_versions(self, model: str, timeout_s: float) -> AsyncGenerator[VersionEvent, None]:
         """Yield each version of a model as it becomes offered, and again when it no longer is."""
 
         def offers(view: View) -> dict[str, VersionKey]:

@@ -211,9 +211,7 @@ class _Writer:
             self._put("true" if value else "false", path)
         elif type(value) is int:
             if not _INT64_MIN <= value <= _INT64_MAX:
-                raise ContractError(
-                    _RECORD, path, f"an integer of {value.bit_length()} bits", "signed 64 bits"
-                )
+                raise ContractError(_RECORD, path, f"an integer of {value.bit_length()} bits", "signed 64 bits")
             self._put(str(value), path)
         elif type(value) is str:
             self._put_text(value, path)
@@ -225,9 +223,7 @@ class _Writer:
         elif type(value) is list or type(value) is tuple:
             self._write_list(value, path, depth)
         elif is_dataclass(value) and not isinstance(value, type):
-            members: dict[object, object] = {
-                field.name: getattr(value, field.name) for field in fields(value)
-            }
+            members: dict[object, object] = {field.name: getattr(value, field.name) for field in fields(value)}
             self._write_object(value, members, path, depth)
         else:
             raise ContractTypeError(

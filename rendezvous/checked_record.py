@@ -82,9 +82,7 @@ class CheckedRecord:
             for member in kind:
                 if type(value) is str and member.value == value:
                     return member
-            raise ContractError(
-                cls.__name__, field, shown(value), f"one of {', '.join(str(m.value) for m in kind)}"
-            )
+            raise ContractError(cls.__name__, field, shown(value), f"one of {', '.join(str(m.value) for m in kind)}")
         if field in cls.TUPLES and isinstance(value, list):
             return tuple(value)
         return value

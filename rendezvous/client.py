@@ -13,7 +13,8 @@ import os
 import random
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -274,11 +275,12 @@ class AsyncRendezvous:
         while len(self._parts) > _KEPT_TRANSACTIONS * max(len(self._workers), 1):
             self._parts.pop(next(iter(self._parts)))
 
-    async def watch_versions(self, model: str, *, timeout_s: float) -> AsyncIterator[VersionEvent]:
+    async def watch_versions(self, model: str, *, timeout_s: float) -> AsyncGenerator[VersionEvent, None]:
         """Yield versions of a model as they become offered, and again when they no longer are, for `timeout_s`."""
         limits.check_name("model", model)
-        async for event in self.backend.watch_versions(model, _timeout(timeout_s)):
-            yield event
+        async with aclosing(self.backend.watch_versions(model, _timeout(timeout_s))) as events:
+            async for event in events:
+                yield event
 
     async def renew_lease(self, lease: Lease, *, ttl_s: float | None = None, timeout_s: float = _CALL_S) -> Lease:
         """Prolong a lease; the returned one counts from the moment this was sent. LeaseError if it had ended."""
@@ -651,10 +653,9 @@ class Rendezvous:
         self._thread.call(self._client.close())
 
 
-async def _next(events: AsyncIterator[VersionEvent]) -> VersionEvent | None:
+async def _next(events: AsyncGenerator[VersionEvent, None]) -> VersionEvent | None:
     return await anext(events, None)
 
 
-async def _close(events: AsyncIterator[VersionEvent]) -> None:
-    if isinstance(events, AsyncGenerator):
-        await events.aclose()
+async def _close(events: AsyncGenerator[VersionEvent, None]) -> None:
+    await events.aclose()

@@ -117,14 +117,10 @@ def all_gather_records(
     for rank, fields in enumerate(said):
         length = fields["n_bytes"]
         if type(length) is not int or not 1 <= length <= max_bytes:
-            raise ContractError(
-                "all_gather_records", "n_bytes", f"{length!r} from rank {rank}", f"[1, {max_bytes}]"
-            )
+            raise ContractError("all_gather_records", "n_bytes", f"{length!r} from rank {rank}", f"[1, {max_bytes}]")
         lengths.append(length)
     payloads = talk.gather(payload, max(lengths))
-    records = tuple(
-        _decoded("all_gather_records", rank, data, max_bytes) for rank, data in enumerate(payloads)
-    )
+    records = tuple(_decoded("all_gather_records", rank, data, max_bytes) for rank, data in enumerate(payloads))
     if isinstance(record, CheckedRecord):
         return tuple(type(record).from_plain(plain) for plain in records)
     return records
@@ -153,9 +149,7 @@ def require_consensus_digest(
     if type(digest) is not str:
         raise ContractTypeError("require_consensus_digest", "digest", type(digest).__name__, "str")
     if not _DIGEST.fullmatch(digest):
-        raise ContractError(
-            "require_consensus_digest", "digest", repr(digest[:80]), "64 lower-case hex digits"
-        )
+        raise ContractError("require_consensus_digest", "digest", repr(digest[:80]), "64 lower-case hex digits")
     talk = _Talk("require_consensus_digest", group, timeout_s)
     talk.require_same("digest", talk.announce({"digest": digest}), digest)
     return digest
@@ -258,17 +252,13 @@ def assert_rank_order(
         if type(rank) is not int:
             raise ContractTypeError("assert_rank_order", "rank", type(rank).__name__, "int")
         if not 0 <= rank < MAX_WORLD_SIZE:
-            raise ContractError(
-                "assert_rank_order", "rank", str(rank), f"an integer in [0, {MAX_WORLD_SIZE})"
-            )
+            raise ContractError("assert_rank_order", "rank", str(rank), f"an integer in [0, {MAX_WORLD_SIZE})")
     talk = _Talk("assert_rank_order", group, timeout_s)
     said = talk.announce({"rank": talk.rank if rank is None else rank})
     wrong = {place: repr(fields["rank"]) for place, fields in enumerate(said) if fields["rank"] != place}
     if wrong:
         place, found = next(iter(wrong.items()))
-        raise ContractError(
-            "assert_rank_order", "rank", f"rank {found} in place {place}", f"rank {place}", wrong
-        )
+        raise ContractError("assert_rank_order", "rank", f"rank {found} in place {place}", f"rank {place}", wrong)
 
 
 def _decoded(call: str, rank: int, data: bytes, max_bytes: int) -> Plain:
@@ -309,16 +299,12 @@ class _Talk:
         for rank, data in enumerate(self.gather(payload, _ANNOUNCEMENT_BYTES)):
             plain = _decoded(self.call, rank, data, _ANNOUNCEMENT_BYTES)
             if not isinstance(plain, dict):
-                raise ContractTypeError(
-                    self.call, "$", f"{type(plain).__name__} from rank {rank}", "an object"
-                )
+                raise ContractTypeError(self.call, "$", f"{type(plain).__name__} from rank {rank}", "an object")
             said.append(plain)
         self.require_same("call", said, self.call)
         for rank, plain in enumerate(said):
             if plain.keys() != {"call", *fields}:
-                raise ContractError(
-                    self.call, "$", f"{sorted(plain)} from rank {rank}", f"call, {', '.join(fields)}"
-                )
+                raise ContractError(self.call, "$", f"{sorted(plain)} from rank {rank}", f"call, {', '.join(fields)}")
         return said
 
     def require_same(self, field: str, said: list[dict[str, Plain]], own: Plain) -> None:
@@ -364,9 +350,7 @@ class _Talk:
             try:
                 payloads.append(decode_frame(each))
             except ContractError as error:
-                raise ContractError(
-                    self.call, error.field, f"from rank {rank}: {error.got}", error.expected
-                ) from error
+                raise ContractError(self.call, error.field, f"from rank {rank}: {error.got}", error.expected) from error
         return payloads
 
     def _timed_out(self) -> RendezvousTimeoutError:

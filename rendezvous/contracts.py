@@ -279,9 +279,7 @@ class LogicalPlacement(CheckedRecord):
         if dim is not None:
             expected[dim], rest = divmod(self.global_shape[dim], world)
             if rest:
-                raise self._fault(
-                    "global_shape", self.global_shape, f"dim {dim} to divide exactly by {world} ranks"
-                )
+                raise self._fault("global_shape", self.global_shape, f"dim {dim} to divide exactly by {world} ranks")
         if self.local_shape != tuple(expected):
             raise self._fault("local_shape", self.local_shape, f"{tuple(expected)}")
 
@@ -346,9 +344,7 @@ class StageMessage(CheckedRecord):
             raise self._fault("error_code", code, "a code like AAA_BBB")
 
 
-def validate_inventory_consensus(
-    identity: RunIdentity, records: Sequence[RankInventory]
-) -> tuple[RankInventory, ...]:
+def validate_inventory_consensus(identity: RunIdentity, records: Sequence[RankInventory]) -> tuple[RankInventory, ...]:
     """Refuse inventories that are not one consistent world of the run.
 
     Checked in this order: the identity's type; the records' types; one record per rank; the ranks cover the
@@ -399,9 +395,7 @@ def validate_inventory_consensus(
     _require_unique(
         what, "device_digest", {r.rank: (r.host_digest, r.device_digest) for r in by_rank}, "(host, device)"
     )
-    _require_unique(
-        what, "local_rank", {r.rank: (r.host_digest, r.local_rank) for r in by_rank}, "(host, local rank)"
-    )
+    _require_unique(what, "local_rank", {r.rank: (r.host_digest, r.local_rank) for r in by_rank}, "(host, local rank)")
     for field in ("software_digest", "storage_digest"):
         said: dict[int, object] = {record.rank: getattr(record, field) for record in by_rank}
         _require_same(what, field, said, said[0])

@@ -89,7 +89,7 @@ class Endpoint:
         self._running: set[asyncio.Task[object]] = set()
         self._draining = False
 
-    def handler(self) -> grpc.GenericRpcHandler:
+    def handler(self) -> grpc.GenericRpcHandler[bytes, bytes]:
         """Return the handler to add to a server."""
         methods = {}
         for method in pb.DESCRIPTOR.services_by_name["RendezvousService"].methods:

@@ -47,9 +47,7 @@ def encode_frame(payload: bytes, capacity: int) -> torch.Tensor:
     if type(payload) is not bytes:
         raise ContractTypeError("frame", "payload", type(payload).__name__, "bytes")
     if len(payload) > capacity:
-        raise ContractError(
-            "frame", "payload", f"{len(payload)} bytes", f"at most the capacity of {capacity}"
-        )
+        raise ContractError("frame", "payload", f"{len(payload)} bytes", f"at most the capacity of {capacity}")
     require("torch", extra="torch")
     import torch
 
@@ -83,16 +81,12 @@ def decode_frame(frame: torch.Tensor) -> bytes:
     if not isinstance(frame, torch.Tensor):
         raise ContractTypeError("frame", "frame", type(frame).__name__, "a torch.Tensor")
     if frame.dtype != torch.uint8 or frame.device.type != "cpu":
-        raise ContractTypeError(
-            "frame", "frame", f"{frame.dtype} on {frame.device}", "torch.uint8 on the CPU"
-        )
+        raise ContractTypeError("frame", "frame", f"{frame.dtype} on {frame.device}", "torch.uint8 on the CPU")
     if frame.dim() != 1:
         raise ContractError("frame", "frame", f"shape {tuple(frame.shape)}", "one dimension")
     capacity = frame.numel() - FRAME_HEADER_BYTES
     if capacity < 1:
-        raise ContractError(
-            "frame", "frame", f"{frame.numel()} bytes", "a header of 4 bytes and some capacity"
-        )
+        raise ContractError("frame", "frame", f"{frame.numel()} bytes", "a header of 4 bytes and some capacity")
     raw = frame.numpy().tobytes()
     length = int.from_bytes(raw[:FRAME_HEADER_BYTES], "big")
     if length > capacity:

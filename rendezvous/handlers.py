@@ -78,10 +78,10 @@ class Handlers:
         if first is None or not first.HasField("header"):
             raise InvalidRequestError("header", "the first message must be a header")
         header = first.header
-        digests = tuple(
-            limits.check_digest(f"header.{name}", getattr(header, name))
-            for name in ("part_digest", "tensors_digest", "geometries_digest")
-        )
+        part = limits.check_digest("header.part_digest", header.part_digest)
+        tensors = limits.check_digest("header.tensors_digest", header.tensors_digest)
+        geometries = limits.check_digest("header.geometries_digest", header.geometries_digest)
+        digests = (part, tensors, geometries)
         pieces: dict[bytes, _Pieces] = {}
         async for request in requests:
             if not request.HasField("chunk"):
@@ -93,7 +93,7 @@ class Handlers:
         contents = {digest: piece.whole() for digest, piece in pieces.items()}
         if not contents:
             return pb.PutTableResponse(missing=await self._catalog.missing(digests))
-        return pb.PutTableResponse(missing=await self._catalog.put_table(*digests, contents))
+        return pb.PutTableResponse(missing=await self._catalog.put_table(part, tensors, geometries, contents))
 
     async def get_tables(self, request: pb.GetTablesRequest, send: Send[pb.GetTablesResponse]) -> None:
         """Send tables and those of their dictionaries that the caller lacks."""

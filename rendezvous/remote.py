@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from reshard.planner.errors import require
@@ -31,7 +31,7 @@ from reshard.rendezvous.errors import (
 from reshard.rendezvous.exposure import read_pem, split_address
 from reshard.rendezvous.faults import error_from_status
 from reshard.rendezvous.records import Vote
-from reshard.rendezvous.tablecache import TableCache
+from reshard.rendezvous.tablecache import Content, TableCache
 from reshard.rendezvous.transactions import Join
 from reshard.rendezvous.types import Description, Facts, Progress, SlotRecord, VersionKey, WorkerInfo
 
@@ -118,13 +118,13 @@ class RemoteBackend:
         from reshard.proto.v1 import rendezvous_pb2 as pb
 
         request = pb.HeartbeatRequest(worker_id=messages.id_to_bytes(worker_id)).SerializeToString()
-        call = self._channel.stream_stream(_SERVICE + "Heartbeat")(metadata=self._metadata)
+        call = self._channel.stream_stream(_SERVICE + "Heartbeat", bytes, bytes)(None, metadata=self._metadata)
         try:
             while True:
                 sent_s = time.monotonic()
                 await call.write(request)
                 async with asyncio.timeout(max(every_s, 1.0)):
-                    if await call.read() is grpc.aio.EOF:
+                    if await call.read() is _end_of_stream():
                         code, details = await call.code(), await call.details()
                         raise RendezvousUnavailableError(f"heartbeat at {self.address} ended: {code.name} {details}")
                 on_sent(sent_s)
@@ -180,16 +180,14 @@ class RemoteBackend:
         """Get tables; those in the cache are not asked for, and one fetch serves all that ask at once."""
         return await self.cache.get(digests, lambda missing, have: self._fetch(missing, have, timeout_s), timeout_s)
 
-    async def _fetch(
-        self, parts: Sequence[bytes], have: Sequence[bytes], timeout_s: float
-    ) -> list[tuple[int, bytes, bytes]]:
+    async def _fetch(self, parts: Sequence[bytes], have: Sequence[bytes], timeout_s: float) -> list[Content]:
         """Fetch encoded contents: (kind, digest, blob), dictionaries before their parts."""
         from reshard.proto.v1 import rendezvous_pb2 as pb
 
         request = pb.GetTablesRequest(parts=parts, have=have)
 
-        async def collect(left_s: float) -> list[tuple[int, bytes, bytes]]:
-            found: list[tuple[int, bytes, bytes]] = []
+        async def collect(left_s: float) -> list[Content]:
+            found: list[Content] = []
             pieces: list[bytes] = []
             size = 0
             async for response in self._stream("GetTables", request, pb.GetTablesResponse, left_s):
@@ -371,7 +369,7 @@ class RemoteBackend:
 
         return await self.cache.once(digest, fetch)
 
-    async def watch_versions(self, model: str, timeout_s: float) -> AsyncIterator[VersionEvent]:
+    async def watch_versions(self, model: str, timeout_s: float) -> AsyncGenerator[VersionEvent, None]:
         """Watch a model; after a reconnect only what changed meanwhile is told."""
         from reshard.proto.v1 import rendezvous_pb2 as pb
 
@@ -509,7 +507,7 @@ class RemoteBackend:
     async def _unary(
         self, name: str, request: Message | Callable[[float], Message], response: type[M], timeout_s: float
     ) -> M:
-        method = self._channel.unary_unary(_SERVICE + name)
+        method = self._channel.unary_unary(_SERVICE + name, bytes, bytes)
 
         async def call(left_s: float) -> M:
             message = request(left_s) if callable(request) else request
@@ -522,7 +520,7 @@ class RemoteBackend:
     async def _upload(
         self, name: str, requests: Callable[[], Sequence[bytes] | Iterator[bytes]], response: type[M], timeout_s: float
     ) -> M:
-        method = self._channel.stream_unary(_SERVICE + name)
+        method = self._channel.stream_unary(_SERVICE + name, bytes, bytes)
 
         async def call(left_s: float) -> M:
             return response.FromString(await method(iter(requests()), timeout=left_s, metadata=self._metadata))
@@ -533,7 +531,7 @@ class RemoteBackend:
         """Yield a server stream's messages; the stream is cancelled when the caller stops listening."""
         import grpc
 
-        method = self._channel.unary_stream(_SERVICE + name)
+        method = self._channel.unary_stream(_SERVICE + name, bytes, bytes)
         call = method(request.SerializeToString(), timeout=timeout_s, metadata=self._metadata)
         try:
             async for raw in call:
@@ -586,10 +584,16 @@ def _open_channel(address: str, tls: TLSFiles | None) -> grpc.aio.Channel:
     return grpc.aio.secure_channel(address, credentials, options=(*_CHANNEL_OPTIONS, *name))
 
 
+def _end_of_stream() -> object:
+    import grpc
+
+    return grpc.aio.EOF  # type: ignore[attr-defined, unused-ignore]
+
+
 async def _status_of(call: grpc.aio.StreamStreamCall[bytes, bytes]) -> grpc.aio.AioRpcError:
     """The status of a call that has ended, as the error it would have raised."""
     import grpc
 
     return grpc.aio.AioRpcError(
-        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details(), None
     )

@@ -64,9 +64,7 @@ def _successors() -> dict[Stage, frozenset[Stage]]:
 SUCCESSORS: Mapping[Stage, frozenset[Stage]] = MappingProxyType(_successors())
 """For each stage, the stages that may directly follow it."""
 
-TERMINAL_STAGES: frozenset[Stage] = frozenset(
-    stage for stage, following in SUCCESSORS.items() if not following
-)
+TERMINAL_STAGES: frozenset[Stage] = frozenset(stage for stage, following in SUCCESSORS.items() if not following)
 """The stages that nothing follows."""
 
 

@@ -24,11 +24,12 @@ from reshard.rendezvous.converts import (
 from reshard.rendezvous.errors import RendezvousError
 
 if TYPE_CHECKING:
+    from reshard.proto.v1 import rendezvous_pb2
     from reshard.rendezvous.messages import Topology
 
-__all__ = ["TableCache"]
+__all__ = ["Content", "TableCache"]
 
-Content = tuple[int, bytes, bytes]
+Content = tuple["rendezvous_pb2.ContentKind", bytes, bytes]
 Fetch = Callable[[Sequence[bytes], Sequence[bytes]], Awaitable[list[Content]]]
 _KEPT_PARTS = 4096
 _KEPT_DICTS = 1024
@@ -64,7 +65,7 @@ class TableCache:
     def _dictionaries(self) -> list[bytes]:
         return [*self._tensors.keys(), *self._geometries.keys()]
 
-    def _decode(self, kind: int, digest: bytes, blob: bytes) -> None:
+    def _decode(self, kind: rendezvous_pb2.ContentKind, digest: bytes, blob: bytes) -> None:
         from reshard.proto.v1 import rendezvous_pb2, tables_pb2
 
         if kind == rendezvous_pb2.CONTENT_KIND_TENSORS:
