@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from reshard.planner.errors import require
 from reshard.refit.demo.channel import JsonValue, Message
-from reshard.refit.demo.run import DemoReport, Progress
+from reshard.refit.demo.run import DemoReport, Progress, RefitOfRanks
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,18 +75,27 @@ def as_json(report: DemoReport) -> Message:
 
 def print_report(report: DemoReport, console: Console) -> None:
     """Print what moved, what it took, and what was proved."""
+    settings = report.settings
+    console.print(
+        f"Qwen3 {settings.model}, {settings.layers} layers: {settings.trainers} FSDP2 trainers -> "
+        f"{settings.tensor_parallel} tensor-parallel inference ranks, over {report.transport}"
+    )
     console.print(_moved(report))
     columns = [(refit, name) for name in report.settings.inference_names for refit in range(len(report.refits))]
     for first in range(0, len(columns), COLUMNS_A_TABLE):
         console.print(_stages(report, columns[first : first + COLUMNS_A_TABLE]))
+    console.print("certificate")
+    for name in settings.inference_names:
+        console.print(f"  {_certificate(name, report.refits[-1])}", soft_wrap=True)
     for refit in report.refits:
         loss = f" (trainer's loss in the step before: {refit.loss:.4f})" if refit.loss is not None else ""
         console.print(
             f"step {refit.step}: {refit.n_elems_compared:,} elements equal, bit for bit, what the loader makes of the "
-            f"checkpoint; greedy tokens equal the trainer's{loss}"
+            f"checkpoint; greedy tokens equal the trainer's{loss}",
+            soft_wrap=True,
         )
     phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in report.seconds.items())
-    console.print(f"[dim]{phases}[/dim]")
+    console.print(f"[dim]{phases}[/dim]", soft_wrap=True)
 
 
 def _kind(index: int) -> str:
@@ -94,57 +103,42 @@ def _kind(index: int) -> str:
 
 
 def _moved(report: DemoReport) -> Table:
+    from rich import box
     from rich.table import Table
 
-    settings = report.settings
-    title = (
-        f"Qwen3 {settings.model}, {settings.layers} layers: {settings.trainers} FSDP2 trainers -> "
-        f"{settings.tensor_parallel} tensor-parallel ranks over {report.transport}"
-    )
-    table = Table(title=title, title_justify="left")
-    for heading in (
-        "rank",
-        "refit",
-        "useful",
-        "on the wire",
-        "descriptors",
-        "GB/s",
-        "seconds",
-        "verified",
-        "certificate",
-    ):
-        table.add_column(heading, justify="left" if heading in ("rank", "refit", "certificate") else "right")
-    for name in settings.inference_names:
+    table = Table(title="megabytes, descriptors, seconds", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0))
+    for heading in ("rank", "refit", "useful", "on wire", "verified", "descriptors", "GB/s", "seconds"):
+        table.add_column(heading, justify="left" if heading in ("rank", "refit") else "right", no_wrap=True)
+    for name in report.settings.inference_names:
         for index, refit in enumerate(report.refits):
             rank = refit.ranks[name]
             table.add_row(
                 name,
                 _kind(index),
-                _megabytes(rank["useful_bytes"]),
-                _megabytes(rank["wire_bytes"]),
+                *(f"{_number(rank[key]) / 1e6:,.3f}" for key in ("useful_bytes", "wire_bytes", "verified_bytes")),
                 f"{_number(rank['n_descriptors']):,.0f}",
                 f"{_number(rank['gbps']):.2f}",
                 f"{_number(rank['total_s']):.3f}",
-                _megabytes(rank["verified_bytes"]),
-                _certificate(rank),
             )
     return table
 
 
-def _certificate(rank: Message) -> str:
-    certificate = rank["certificate"]
+def _certificate(name: str, refit: RefitOfRanks) -> str:
+    certificate = refit.ranks[name]["certificate"]
     if not isinstance(certificate, dict):
         raise TypeError(f"certificate: got {certificate!r}, expected an object")
-    text = f"{_megabytes(certificate['written_bytes'])} written once"
-    if filled := _number(certificate["filled_bytes"]):
-        text += f", {filled:,.0f} B filled"
-    return f"{text}, {_number(certificate['unwritten_bytes']):,.0f} B missing"
+    numbers = {key: f"{_number(value):,.0f}" for key, value in certificate.items()}
+    return (
+        f"{name}: each of {numbers['requested_bytes']} requested bytes is written exactly once, "
+        f"{numbers['filled_bytes']} more are filled, {numbers['unwritten_bytes']} are missing"
+    )
 
 
 def _stages(report: DemoReport, columns: list[tuple[int, str]]) -> Table:
+    from rich import box
     from rich.table import Table
 
-    table = Table(title="milliseconds a stage", title_justify="left")
+    table = Table(title="milliseconds a stage", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0))
     table.add_column("stage")
     of_column: list[dict[str, JsonValue]] = []
     for index, name in columns:
@@ -161,7 +155,3 @@ def _number(value: JsonValue) -> float:
     if not isinstance(value, int | float):
         raise TypeError(f"got {value!r}, expected a number")
     return float(value)
-
-
-def _megabytes(value: JsonValue) -> str:
-    return f"{_number(value) / 1e6:,.2f} MB"
