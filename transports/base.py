@@ -344,8 +344,16 @@ class Transport(Protocol):
         """
         ...
 
-    def wait(self, transfers: Sequence[Transfer], *, timeout_s: float) -> TransferStats:
+    def wait(self, transfers: Sequence[Transfer], *, timeout_s: float, finish_others: bool = False) -> TransferStats:
         """Wait for all of them.
+
+        Parameters
+        ----------
+        transfers : sequence of Transfer
+        timeout_s : float
+            Finite, over 0.
+        finish_others : bool
+            After a failure, let the others complete; else they are cancelled and drained.
 
         Raises
         ------
@@ -356,6 +364,10 @@ class Transport(Protocol):
             The first failure, after all others ended or the deadline passed; ``failures`` has every peer's
             state.
         """
+        ...
+
+    def cancel(self, transfers: Sequence[Transfer]) -> None:
+        """Post nothing more of these transfers, drain what is in flight for a moment, and abandon the rest."""
         ...
 
     def quarantined(self) -> tuple[Region, ...]:
@@ -377,12 +389,13 @@ class Transport(Protocol):
         ...
 
 
-def read(transport: Transport, lists: Sequence[Prepared], *, timeout_s: float) -> TransferStats:
-    """Post every list, wait for all, and leave none behind.
+def read(
+    transport: Transport, lists: Sequence[Prepared], *, timeout_s: float, finish_others: bool = False
+) -> TransferStats:
+    """Post every list, wait for all, and leave none in flight.
 
-    Posting goes on after the first failure only to the extent that it already happened: lists not yet posted
-    are not. What is in flight is waited for within the same deadline, so that on return or raise nothing is
-    active: it is done, failed, or abandoned with its destination quarantined.
+    On return or raise nothing is active: each transfer is done, failed, cancelled (and drained), or abandoned with its
+    destination quarantined.
 
     Parameters
     ----------
@@ -390,6 +403,9 @@ def read(transport: Transport, lists: Sequence[Prepared], *, timeout_s: float) -
     lists : sequence of Prepared
     timeout_s : float
         One deadline over all, finite and over 0.
+    finish_others : bool
+        After a failure, post and finish the others (their data is good; only the failed peer's rows must be read again
+        from elsewhere); else they are cancelled and drained.
 
     Raises
     ------
@@ -398,24 +414,33 @@ def read(transport: Transport, lists: Sequence[Prepared], *, timeout_s: float) -
     """
     deadline = time.monotonic() + check_timeout(timeout_s)
     transfers: list[Transfer] = []
-    refused: TransportError | None = None
-    for prepared in lists:
-        try:
-            transfers.append(transport.post(prepared))
-        except TransportError as error:
-            refused = error
-            refused.failures.setdefault(prepared.peer.name, f"refused: {error}")
-            break
+    refused: list[TransportError] = []
+    try:
+        for prepared in lists:
+            try:
+                transfers.append(transport.post(prepared))
+            except TransportError as error:
+                error.failures.setdefault(prepared.peer.name, f"refused: {error}")
+                refused.append(error)
+                if not finish_others:
+                    break
+    except BaseException:
+        transport.cancel(transfers)
+        raise
+    if refused and not finish_others:
+        transport.cancel(transfers)
     left = max(deadline - time.monotonic(), 1e-3)
     try:
-        stats = transport.wait(transfers, timeout_s=left)
+        stats = transport.wait(transfers, timeout_s=left, finish_others=finish_others)
     except TransportError as error:
-        if refused is None:
+        if not refused:
             raise
-        refused.failures.update(error.failures)
-        raise refused from error
-    if refused is not None:
-        for name in stats.per_peer:
-            refused.failures.setdefault(name, "done")
-        raise refused
-    return stats
+        refused.append(error)
+    else:
+        if not refused:
+            return stats
+        refused[0].failures.update({name: "done" for name in stats.per_peer if name not in refused[0].failures})
+    for other in refused[1:]:
+        for name, state in other.failures.items():
+            refused[0].failures.setdefault(name, state)
+    raise refused[0]

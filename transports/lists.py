@@ -18,7 +18,7 @@ from reshard.transports.regions import U64, MemoryKind, Region, RegionTable
 from reshard.transports.transfer import ListTransfer, Slice
 
 if TYPE_CHECKING:
-    from reshard.transports.common import CommonTransport
+    from reshard.transports.holding import Holding
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class ListRegistration:
 
     __slots__ = ("_entries", "_owner", "regions")
 
-    def __init__(self, owner: CommonTransport, regions: tuple[Region, ...], entries: list[Entry]) -> None:
+    def __init__(self, owner: Holding, regions: tuple[Region, ...], entries: list[Entry]) -> None:
         self._owner = owner
         self._entries = entries
         self.regions = regions
@@ -81,7 +81,7 @@ class ConnectedPeer:
 
     __slots__ = ("_owner", "closed", "endpoint", "epoch", "failed", "lists", "name", "native")
 
-    def __init__(self, owner: CommonTransport, name: str, endpoint: Endpoint) -> None:
+    def __init__(self, owner: Holding, name: str, endpoint: Endpoint) -> None:
         self._owner = owner
         self.name = name
         self.endpoint = endpoint
@@ -95,7 +95,7 @@ class ConnectedPeer:
         """Close its lists, disconnect, and free the name."""
         self._owner.close_peer(self)
 
-    def belongs_to(self, transport: CommonTransport) -> bool:
+    def belongs_to(self, transport: Holding) -> bool:
         """Whether ``transport`` connected it."""
         return self._owner is transport
 
@@ -128,7 +128,7 @@ class PreparedList:
 
     def __init__(
         self,
-        owner: CommonTransport,
+        owner: Holding,
         peer: ConnectedPeer,
         work: Work,
         held: list[Entry],
@@ -152,7 +152,7 @@ class PreparedList:
         """Free the native list; one that is in flight is cancelled first."""
         self._owner.close_list(self)
 
-    def belongs_to(self, transport: CommonTransport) -> bool:
+    def belongs_to(self, transport: Holding) -> bool:
         """Whether ``transport`` made it."""
         return self._owner is transport
 

@@ -27,14 +27,15 @@ from reshard.transports.beacon import BEACON_BYTES, Beacon, check_beacon
 from reshard.transports.common import CommonTransport
 from reshard.transports.copying import CopyList
 from reshard.transports.errors import EndpointError, PeerError, RegistrationError
+from reshard.transports.identity import ProcessIdentity
 from reshard.transports.lists import ConnectedPeer, Work
 from reshard.transports.regions import MemoryKind, Region
 from reshard.transports.shared import SharedPages, map_from
 from reshard.transports.transfer import Slice
 
-# boot id, pid name space, pid, start time, control descriptor; then a descriptor and an offset for each
-# region
-_PAYLOAD = struct.Struct("<16sQIQi")
+# after the process: the control descriptor; then a descriptor and an offset for each region
+_CONTROL = struct.Struct("<i")
+_HEAD_BYTES = ProcessIdentity.NBYTES + _CONTROL.size
 
 _LIVE: weakref.WeakValueDictionary[bytes, MemoryTransport] = weakref.WeakValueDictionary()
 
@@ -109,7 +110,7 @@ class MemoryTransport(CommonTransport):
         self._beacon.withdraw(generation)
 
     def _payload(self) -> bytes:
-        head = _PAYLOAD.pack(_boot_id(), _pid_space("self"), os.getpid(), _start_time("self"), self._control.fd)
+        head = ProcessIdentity.own().pack() + _CONTROL.pack(self._control.fd)
         entries = self._ledger.entries()
         fds = np.full(len(entries), -1, "<i4")
         offsets = np.zeros(len(entries), "<u8")
@@ -120,39 +121,38 @@ class MemoryTransport(CommonTransport):
 
     def _dial(self, peer: ConnectedPeer, deadline: float) -> object:
         payload, n_regions = peer.endpoint.payload, len(peer.endpoint.regions)
-        if len(payload) != _PAYLOAD.size + 12 * n_regions:
-            raise EndpointError(
-                f"endpoint payload: got {len(payload)} bytes, expected {_PAYLOAD.size + 12 * n_regions}"
-            )
-        boot, space, pid, started, control = _PAYLOAD.unpack_from(payload)
+        if len(payload) != _HEAD_BYTES + 12 * n_regions:
+            raise EndpointError(f"endpoint payload: got {len(payload)} bytes, expected {_HEAD_BYTES + 12 * n_regions}")
+        process = ProcessIdentity.unpack(payload)
+        (control,) = _CONTROL.unpack_from(payload, ProcessIdentity.NBYTES)
         owner = _LIVE.get(peer.endpoint.incarnation)
-        if owner is not None and pid == os.getpid():
+        if owner is not None and process.pid == os.getpid():
             connection = _Connection(peer.name, owner=weakref.ref(owner))
             self._check(connection, peer)
             return connection
-        if boot != _boot_id() or space != _pid_space("self"):
+        if not process.visible:
             raise PeerError(
                 f"peer {peer.name!r} lives on another host or in another container (pid name space); "
                 "transport 'memory' reaches processes that see each other only",
                 peer=peer.name,
             )
-        return self._open(peer, pid, started, control)
+        return self._open(peer, process, control)
 
-    def _open(self, peer: ConnectedPeer, pid: int, started: int, control: int) -> _Connection:
+    def _open(self, peer: ConnectedPeer, identity: ProcessIdentity, control: int) -> _Connection:
+        pid = identity.pid
         try:
             process = os.pidfd_open(pid)
         except (OSError, OverflowError, ValueError) as error:
             raise PeerError(f"peer {peer.name!r}: no process {pid}: {error}", peer=peer.name) from error
         connection = _Connection(peer.name, pid=pid, process=process)
         try:
-            if _start_time(str(pid)) != started:
-                raise PeerError(f"peer {peer.name!r}: process {pid} has restarted or exited", peer=peer.name)
+            identity.check(peer.name)  # only now that the descriptor holds the process, whichever it is
             connection.gone = select.poll()
             connection.gone.register(process, select.POLLIN)
             connection.control = map_from(pid, control, BEACON_BYTES, peer.name)
             n_regions, payload = len(peer.endpoint.regions), peer.endpoint.payload
-            connection.fds = np.frombuffer(payload, "<i4", n_regions, _PAYLOAD.size)
-            connection.offsets = np.frombuffer(payload, "<u8", n_regions, _PAYLOAD.size + 4 * n_regions)
+            connection.fds = np.frombuffer(payload, "<i4", n_regions, _HEAD_BYTES)
+            connection.offsets = np.frombuffer(payload, "<u8", n_regions, _HEAD_BYTES + 4 * n_regions)
             self._check(connection, peer)
         except BaseException:
             self._hang_up(connection)
@@ -266,21 +266,3 @@ def _connection(peer: ConnectedPeer) -> _Connection:
     if not isinstance(peer.native, _Connection):
         raise PeerError(f"peer {peer.name!r} is not connected", peer=peer.name)
     return peer.native
-
-
-def _boot_id() -> bytes:
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return bytes.fromhex(file.read().strip().replace("-", ""))
-
-
-def _pid_space(pid: str) -> int:
-    return os.stat(f"/proc/{pid}/ns/pid").st_ino
-
-
-def _start_time(pid: str) -> int:
-    """Field 22 of ``/proc/<pid>/stat``, in clock ticks since boot; 0 if there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[19])
-    except (OSError, IndexError, ValueError):
-        return 0

@@ -22,22 +22,22 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from reshard.planner.errors import require
 from reshard.transports import nixl_library
 from reshard.transports.base import Allocation, Capabilities
 from reshard.transports.beacon import BEACON_BYTES, Beacon, check_beacon
 from reshard.transports.common import CommonTransport
+from reshard.transports.devicemem import allocate_device
 from reshard.transports.driver import backoff
 from reshard.transports.endpoint import Endpoint
 from reshard.transports.errors import (
     EndpointError,
     PeerError,
-    RegistrationError,
     TransferError,
     TransferTimeoutError,
     TransportError,
 )
 from reshard.transports.hostmem import allocate_pages
+from reshard.transports.identity import ProcessIdentity
 from reshard.transports.lists import ConnectedPeer, Work
 from reshard.transports.nixl_agent import Agent, AgentSettings, NativeList, NixlSlice
 from reshard.transports.regions import MemoryKind, Region
@@ -45,7 +45,7 @@ from reshard.transports.transfer import Slice
 
 logger = getLogger(__name__)
 
-# beacon address, listener port (0: a blob follows; else the listener's host does)
+# after the process: beacon address, listener port (0: a blob follows; else the listener's host does)
 _PAYLOAD = struct.Struct("<QH")
 
 
@@ -136,13 +136,7 @@ class NixlTransport(CommonTransport):
         if memory == "dram":
             array = allocate_pages(nbytes)
             return Allocation(array, Region(int(array.ctypes.data), nbytes, "dram", 0, array))
-        torch = require("torch", "torch")
-        try:
-            tensor = torch.zeros(max(nbytes, 1), dtype=torch.uint8, device=f"cuda:{device}")
-            torch.cuda.synchronize(device)
-        except (RuntimeError, AssertionError) as error:
-            raise RegistrationError(f"allocate: no {nbytes} bytes on device {device}: {error}") from error
-        return Allocation(np.zeros(0, np.uint8), Region(int(tensor.data_ptr()), nbytes, "vram", device, tensor))
+        return allocate_device(nbytes, device)
 
     def _register(self, region: Region) -> object:
         done: list[Agent] = []
@@ -207,14 +201,15 @@ class NixlTransport(CommonTransport):
         agent = self._serve()
         if self._beacon_region is None:
             raise TransportError("nixl: the beacon is not there")
-        if self._listener is not None:
-            return _PAYLOAD.pack(self._beacon_region.address, self._listener[1]) + self._listener[0].encode()
-        return _PAYLOAD.pack(self._beacon_region.address, 0) + agent.metadata()
+        port, rest = (self._listener[1], self._listener[0].encode()) if self._listener else (0, agent.metadata())
+        return ProcessIdentity.own().pack() + _PAYLOAD.pack(self._beacon_region.address, port) + rest
 
     # --- peers ----------------------------------------------------------------------------------------
 
     def _dial(self, peer: ConnectedPeer, deadline: float) -> object:
-        payload = peer.endpoint.payload
+        # A restarted process can have the old one's port, and over TCP a read at an address that it lacks kills it.
+        ProcessIdentity.unpack(peer.endpoint.payload).check(peer.name)
+        payload = peer.endpoint.payload[ProcessIdentity.NBYTES :]
         if len(payload) < _PAYLOAD.size:
             raise EndpointError(f"endpoint payload: got {len(payload)} bytes, expected at least {_PAYLOAD.size}")
         beacon, port = _PAYLOAD.unpack_from(payload)
@@ -257,10 +252,13 @@ class NixlTransport(CommonTransport):
         except (OSError, UnicodeError) as error:
             raise PeerError(f"peer {peer!r}: no address for its listener {host!r}: {error}", peer=peer) from error
         agent = link.agent
-        with agent.lock, nixl_library.mapped(f"fetching metadata of peer {peer!r} from {address}:{port}", peer):
+        with (
+            agent.lock,
+            nixl_library.mapped(f"fetching metadata of peer {peer!r} from {address}:{port}", peer, dialling=True),
+        ):
             agent.native.fetch_remote_metadata(link.remote, address, port)
         for pause in backoff():
-            with agent.lock, nixl_library.mapped(f"fetching metadata of peer {peer!r}", peer):
+            with agent.lock, nixl_library.mapped(f"connecting to peer {peer!r}", peer, dialling=True):
                 if agent.native.check_remote_metadata(link.remote):
                     agent.hold_link(link.remote)
                     agent.native.make_connection(link.remote, [agent.backend])

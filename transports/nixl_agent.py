@@ -148,7 +148,7 @@ class Agent:
 
     def link(self, remote: str, blob: bytes, peer: str) -> None:
         """Load a remote agent's metadata and begin to connect; links to one agent are counted."""
-        with self.lock, mapped(f"connecting to peer {peer!r}", peer):
+        with self.lock, mapped(f"connecting to peer {peer!r}", peer, dialling=True):
             found = str(self.native.add_remote_agent(blob), "utf-8", "replace")  # type: ignore[call-overload]
             if found != remote:
                 self.native.remove_remote_agent(found)

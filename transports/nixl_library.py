@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import traceback
 from collections.abc import Iterator
 from functools import cache
 from types import ModuleType
@@ -87,8 +88,8 @@ def native_errors() -> dict[type[BaseException], type[TransportError]]:
 
 
 @contextlib.contextmanager
-def mapped(what: str, peer: str = "") -> Iterator[None]:
-    """Raise NIXL's exceptions as ours, saying what was being done."""
+def mapped(what: str, peer: str = "", *, dialling: bool = False) -> Iterator[None]:
+    """Raise NIXL's exceptions as ours, saying what was being done; while dialling a failure is the peer's."""
     try:
         yield
     except TransportError:
@@ -99,5 +100,9 @@ def mapped(what: str, peer: str = "") -> Iterator[None]:
             if isinstance(error, (TypeError, AttributeError)):
                 raise  # a mistake of this module
             ours = TransferError if peer else RegistrationError
+        if dialling and ours is TransferError:
+            ours = PeerError
         text = str(error) or type(error).__name__
+        # Frames of NIXL's wrapper hold the agent: an error that is kept would keep it from being destroyed.
+        traceback.clear_frames(error.__traceback__)
         raise ours(f"{what}: NIXL says {type(error).__name__}: {text}", peer=peer) from error

@@ -1,0 +1,210 @@
+"""Holding: memory by registration, peers by name, lists by peer; each given back in any order, also after a failure.
+
+The ledger counts references.  A name is claimed before its peer is dialled.  A list is checked against both region
+tables, merged and cut before it becomes native, and holds the registrations that it writes to.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.transports import rows
+from reshard.transports.base import Peer, check_timeout
+from reshard.transports.endpoint import Endpoint, decode_endpoint, encode_endpoint
+from reshard.transports.errors import PeerError
+from reshard.transports.hooks import Hooks
+from reshard.transports.ledger import Entry
+from reshard.transports.lists import ConnectedPeer, ListRegistration, PreparedList, Work
+from reshard.transports.regions import KIND_NAMES, U64, MemoryKind, Region
+from reshard.transports.transfer import ListTransfer
+
+GRACE_S = 0.1
+"""How long, past a deadline, native work in flight may take to end before its destination counts as poisoned."""
+RECONNECT_S = 10.0
+"""Deadline of connecting a healthy peer again after the native agent was rebuilt."""
+
+
+class Holding(Hooks):
+    """See the module."""
+
+    def register(self, regions: Sequence[Region]) -> ListRegistration:
+        """See `Transport.register`."""
+        with self._lock:
+            self._check_open()
+            return ListRegistration(self, tuple(regions), self._ledger.add(regions))
+
+    def endpoint(self) -> bytes:
+        """See `Transport.endpoint`."""
+        with self._lock:
+            self._check_open()
+            payload = self._payload()
+            table = self._ledger.table()
+            return encode_endpoint(Endpoint(self.name, self.incarnation, self._ledger.generation, table, payload))
+
+    def withdraw(self, entries: list[Entry]) -> None:
+        """End one registration of each entry; called by `ListRegistration.close`."""
+        with self._lock:
+            if entries and not self._closed:
+                self._ledger.remove(entries)
+
+    # --- peers ------------------------------------------------------------------------------------------
+
+    def connect(self, endpoint: bytes, *, timeout_s: float, name: str = "") -> ConnectedPeer:
+        """See `Transport.connect`."""
+        deadline = time.monotonic() + check_timeout(timeout_s)
+        decoded = decode_endpoint(endpoint, backend=self.name)
+        peer = ConnectedPeer(self, name or f"{self.name}:{decoded.incarnation.hex()[:12]}", decoded)
+        with self._lock:
+            self._check_open()
+            if peer.name in self._peers:
+                raise PeerError(f"peer {peer.name!r} is connected already; close it first", peer=peer.name)
+            self._peers[peer.name] = peer
+        try:
+            self._dial_again(peer, deadline)
+        except BaseException:
+            with self._lock:
+                peer.closed = True
+                self._peers.pop(peer.name, None)
+            raise
+        return peer
+
+    def _dial_again(self, peer: ConnectedPeer, deadline: float) -> None:
+        epoch = self._epoch
+        peer.native = self._dial(peer, deadline)
+        peer.epoch = epoch
+
+    def close_peer(self, peer: ConnectedPeer) -> None:
+        """Disconnect; called by `ConnectedPeer.close`."""
+        with self._lock:
+            if peer.closed:
+                return
+            peer.closed = True
+            if self._peers.get(peer.name) is peer:
+                del self._peers[peer.name]
+            lists = list(peer.lists)
+        for prepared in lists:
+            self.close_list(prepared)
+        with self._lock:
+            if any(transfer.prepared.peer is peer for transfer in self._poisoned):
+                return  # `_clear` hangs up
+            native, peer.native = peer.native, None
+            if native is not None and peer.epoch == self._epoch:
+                self._hang_up(native)
+
+    # --- lists ------------------------------------------------------------------------------------------
+
+    def prepare(self, peer: Peer, local: U64, remote: U64) -> PreparedList:
+        """See `Transport.prepare`."""
+        connected = self._own_peer(peer)
+        local, remote = rows.pair_rows(local, remote)
+        caps = self.capabilities
+        rows.count_runs(local, caps.max_runs)
+        here, there = f"transport {self.name!r}, local rows", f"peer {connected.name!r}, remote rows"
+        extent = rows.extents(local, here)
+        with self._lock:
+            self._check_open()
+            table, entries = self._ledger.table(), self._ledger.entries()
+            at = table.locate(local[:, rows.ADDRESS], extent, local[:, rows.DEVICE], whose=here)
+            served = connected.endpoint.regions
+            from_at = served.locate(
+                remote[:, rows.ADDRESS], rows.extents(remote, there), remote[:, rows.DEVICE], whose=there
+            )
+            spans = rows.envelopes(local, extent, at)
+            held = [entries[region] for region, _, _ in spans]
+            self._ledger.hold(held)
+        try:
+            destinations = [
+                Region(start, stop - start, entry.region.memory, entry.region.device, entry.region.owner)
+                for entry, (_, start, stop) in zip(held, spans, strict=True)
+            ]
+            nbytes = rows.total_bytes(local)
+            strided = local.shape[1] == 5
+            if strided and not (caps.strided_rows and int(local[:, rows.NBYTES].max(initial=0)) <= self.slice_bytes):
+                local, (at, from_at) = rows.expand_rows(local, at, from_at)
+                remote, _ = rows.expand_rows(remote)
+                strided = False
+            if not strided:
+                local, remote, at, from_at = rows.merge_adjacent(local, remote, at, from_at)
+                local, remote, at, from_at = rows.split_long(local, remote, at, from_at, self.slice_bytes)
+            work = Work(
+                local=local,
+                remote=remote,
+                local_region=at,
+                remote_region=from_at,
+                local_entries=entries,
+                remote_table=served,
+                cuts=rows.cut_runs(local, self.slice_bytes),
+                local_memory=_one_kind(table.kind, at, here),
+                remote_memory=_one_kind(served.kind, from_at, there),
+            )
+            prepared = PreparedList(self, connected, work, held, destinations, nbytes)
+            self._build_native(prepared)
+        except BaseException:
+            with self._lock:
+                self._ledger.release(held)
+            raise
+        with self._lock:
+            connected.lists.add(prepared)
+        return prepared
+
+    def _build_native(self, prepared: PreparedList) -> None:
+        peer, epoch = prepared.peer, self._epoch
+        if peer.epoch != epoch:
+            self._dial_again(peer, time.monotonic() + RECONNECT_S)
+        prepared.free_native()
+        prepared.gate = self._gate(peer)
+        prepared.slices = self._build(peer, prepared.work) if prepared.n_descriptors else []
+        prepared.epoch = epoch
+
+    def close_list(self, prepared: PreparedList) -> None:
+        """Free a list; called by `PreparedList.close`."""
+        with self._lock:
+            if prepared.closed:
+                return
+            prepared.closed = True
+            transfer = prepared.busy
+        if transfer is not None and transfer.state == "active":
+            transfer.cancel()
+            self._drain([transfer], time.monotonic() + GRACE_S)
+        with self._lock:
+            self._free_if_idle(prepared)
+
+    def _free_if_idle(self, prepared: PreparedList) -> None:
+        if not prepared.closed or prepared.busy is not None:
+            return
+        prepared.free_native()
+        prepared.peer.lists.discard(prepared)
+        held, prepared.held = prepared.held, []
+        if not self._closed:
+            self._ledger.release(held)
+
+    @abstractmethod
+    def _drain(self, transfers: Sequence[ListTransfer], deadline: float) -> None:
+        """Let cancelled transfers end, and abandon those that do not."""
+
+    def _check_peer(self, peer: ConnectedPeer) -> None:
+        if peer.closed:
+            raise PeerError(f"peer {peer.name!r} is closed", peer=peer.name)
+        if peer.failed:
+            raise PeerError(
+                f"peer {peer.name!r} failed before: {peer.failed}; close it and connect again", peer=peer.name
+            )
+
+    def _own_peer(self, peer: Peer) -> ConnectedPeer:
+        if not isinstance(peer, ConnectedPeer) or not peer.belongs_to(self):
+            raise TypeError(f"got {type(peer).__name__}, expected a peer that this transport connected")
+        with self._lock:
+            self._check_peer(peer)
+        return peer
+
+
+def _one_kind(kind: npt.NDArray[np.uint8], at: npt.NDArray[np.intp], whose: str) -> MemoryKind:
+    kinds = np.unique(kind[at]) if len(at) > 1 else kind[at]
+    if len(kinds) > 1:
+        raise ValueError(f"{whose}: dram and vram in one list, expected one kind; prepare two lists")
+    return KIND_NAMES[int(kinds[0])] if len(kinds) else "dram"

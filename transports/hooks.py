@@ -1,0 +1,115 @@
+"""What a backend supplies: the native hooks, and the state that the common implementation keeps for it.
+
+A backend subclasses `reshard.transports.common.CommonTransport` and fills these in.  Each hook is called with checked
+arguments, raises mapped errors (`reshard.transports.errors`), and needs no locking of the common state.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from reshard.transports import rows
+from reshard.transports.base import Allocation, Capabilities
+from reshard.transports.driver import Driver
+from reshard.transports.errors import RegistrationError, TransportError
+from reshard.transports.hostmem import populate
+from reshard.transports.ledger import Ledger
+from reshard.transports.lists import ConnectedPeer, Work
+from reshard.transports.regions import MemoryKind, Region
+from reshard.transports.transfer import ListTransfer, Slice
+
+
+class Hooks(ABC):
+    """The hooks.
+
+    Parameters
+    ----------
+    workers : int
+        Threads that post large lists.
+    """
+
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
+    slice_bytes: ClassVar[int] = rows.SLICE_BYTES
+    """Budget of one slice; see `rows.cut_runs`."""
+
+    def __init__(self, *, workers: int = 1) -> None:
+        self.incarnation = os.urandom(16)
+        self._lock = threading.RLock()
+        self._moved = threading.Condition(self._lock)
+        self._ledger = Ledger(self._register_checked, self._deregister, self._withdrawn)
+        self._peers: dict[str, ConnectedPeer] = {}
+        self._active: set[ListTransfer] = set()
+        self._poisoned: list[ListTransfer] = []
+        self._driver = Driver(f"reshard-{self.name}", workers)
+        self._epoch = 0
+        self._rebuilding = False
+        self._closed = False
+
+    @abstractmethod
+    def allocate(self, nbytes: int, *, memory: MemoryKind = "dram", device: int = 0) -> Allocation:
+        """See `Transport.allocate`."""
+
+    @abstractmethod
+    def _register(self, region: Region) -> object:
+        """Register a region natively and return a handle."""
+
+    @abstractmethod
+    def _deregister(self, region: Region, native: object) -> None:
+        """Undo that; never raises."""
+
+    @abstractmethod
+    def _payload(self) -> bytes:
+        """Return the backend's part of the endpoint message."""
+
+    def _withdrawn(self, generation: int) -> None:  # noqa: B027 - a backend without a beacon has nothing to say
+        """Announce a new generation, before memory is withdrawn."""
+
+    @abstractmethod
+    def _dial(self, peer: ConnectedPeer, deadline: float) -> object:
+        """Connect, prove that the peer is who its endpoint says, and return a native connection."""
+
+    @abstractmethod
+    def _hang_up(self, native: object) -> None:
+        """Disconnect; never raises."""
+
+    @abstractmethod
+    def _gate(self, peer: ConnectedPeer) -> Slice:
+        """Return a slice that completes if the peer is as its endpoint says, and else raises `PeerError`."""
+
+    @abstractmethod
+    def _build(self, peer: ConnectedPeer, work: Work) -> list[Slice]:
+        """Build the native list, one slice between any two cuts."""
+
+    def _settles(self, error: TransportError) -> bool:
+        """Whether a transfer that failed with ``error`` can no longer write."""
+        return True
+
+    def _abort(self, native: object) -> None:
+        """Tear down a connection so that nothing it began can write (abort scope ``peer``)."""
+        raise NotImplementedError
+
+    def _rebuild(self) -> None:
+        """Destroy the native agent and with it all connections; make another (abort scope ``agent``)."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def _shut_down(self) -> None:
+        """Free everything native; called once; never raises."""
+
+    def _register_checked(self, region: Region) -> object:
+        if region.memory not in self.capabilities.memory_kinds:
+            raise RegistrationError(
+                f"transport {self.name!r}: got {region.memory} memory, "
+                f"expected one of {', '.join(self.capabilities.memory_kinds)}"
+            )
+        if region.memory == "dram":
+            populate(region.address, region.nbytes)
+        return self._register(region)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportError(f"transport {self.name!r} is closed")
