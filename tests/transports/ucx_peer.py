@@ -22,7 +22,7 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from reshard.transports import Transport, open_transport, read
+from reshard.transports import open_transport
 
 DEADLINE_S = 30.0
 _MARK = "reshard-peer:"
@@ -47,7 +47,11 @@ class PeerProcess:
             env={**os.environ, **(environ or {})},
         )
         self._buffer = ""
-        hello = self._answer()
+        try:
+            hello = self._answer()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
         assert isinstance(hello, dict)
         self.endpoint = bytes.fromhex(hello["endpoint"])
         self.address = int(hello["address"])
@@ -136,7 +140,7 @@ def main() -> None:
     nbytes = request["nbytes"]
     allocation = transport.allocate(nbytes)
     allocation.array[:] = pattern(nbytes, request["seed"])
-    registration = transport.register([allocation.region])
+    transport.register([allocation.region])
     address = allocation.region.address
     answer({"endpoint": transport.endpoint().hex(), "address": address})
     for line in sys.stdin:
@@ -146,31 +150,12 @@ def main() -> None:
         elif command == "unmap":
             ctypes.CDLL(None).munmap(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
             answer(True)
-        elif command == "withdraw":
-            registration.close()
-            answer(True)
         elif command == "close":
             transport.close()
             answer(True)
-        elif command.startswith("fill "):
-            allocation.array[:] = int(command.split()[1])
-            answer(True)
-        elif command.startswith("read "):
-            read_for_ever(transport, *command.split()[1:])
         else:
             raise SystemExit(f"unknown command {command!r}")
     transport.close()
-
-
-def read_for_ever(transport: Transport, endpoint: str, address: str, nbytes: str) -> None:
-    """Read another peer again and again, until this process is killed."""
-    target = transport.allocate(int(nbytes))
-    transport.register([target.region])
-    peer = transport.connect(bytes.fromhex(endpoint), timeout_s=10)
-    here, there = (rows(at, int(nbytes), 4096) for at in (target.region.address, int(address)))
-    prepared = transport.prepare(peer, here, there)
-    while True:
-        read(transport, [prepared], timeout_s=10)
 
 
 def answer(value: object) -> None:
