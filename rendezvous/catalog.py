@@ -49,6 +49,10 @@ class Lru(Generic[K, V]):
             self._entries.move_to_end(key)
         return value
 
+    def drop(self, key: K) -> None:
+        """Forget an entry, if it is there."""
+        self._entries.pop(key, None)
+
     def keys(self) -> list[K]:
         """Return the keys of all entries."""
         return list(self._entries)

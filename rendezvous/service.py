@@ -243,4 +243,8 @@ async def open_store(url: str) -> Store:
     """
     if url == "memory":
         return MemoryStore()
-    raise RendezvousError(f"unknown store {url!r}; expected 'memory'")
+    if url.startswith(("redis://", "rediss://", "unix://")):
+        from reshard.rendezvous.redis_store import RedisStore
+
+        return await RedisStore.open(url)
+    raise RendezvousError(f"unknown store {url!r}; expected 'memory' or 'redis://host:port/db'")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,21 +11,16 @@ import pytest
 from reshard.planner.shards import Holder, Shard, ShardPart
 from reshard.rendezvous.client import Rendezvous, Worker
 from reshard.rendezvous.errors import (
-    EqualityError,
-    InvalidRequestError,
     LeaseError,
     RendezvousTimeoutError,
-    StaleError,
     TransactionError,
-    VersionError,
-    WorkerLostError,
 )
 from reshard.rendezvous.types import Decision, Manifest, SlotRecord, VersionKey, WorkerInfo
 
 MODEL = "qwen"
 
 
-@pytest.fixture(params=["in_process", "grpc"])
+@pytest.fixture(params=["in_process", "grpc", pytest.param("redis", marks=pytest.mark.redis)])
 def rdv(request: pytest.FixtureRequest) -> Iterator[Rendezvous]:
     if request.param == "in_process":
         with Rendezvous.in_process() as client:
@@ -35,19 +29,20 @@ def rdv(request: pytest.FixtureRequest) -> Iterator[Rendezvous]:
     pytest.importorskip("grpc", reason="grpcio is not installed")
     from reshard.rendezvous.service import serve
 
-    with serve(listen="127.0.0.1:0") as server, Rendezvous.connect(server.address) as client:
+    store = request.getfixturevalue("redis_url") if request.param == "redis" else "memory"
+    with serve(listen="127.0.0.1:0", store=store) as server, Rendezvous.connect(server.address) as client:
         yield client
 
 
 def make_part(slot: str, rows: tuple[int, int] = (0, 4), names: tuple[str, ...] = ("w",)) -> ShardPart:
-    shards = [
-        Shard(name, "bfloat16", (8, 2), (rows[0], 0), (rows[1], 2), 0, 64 * i) for i, name in enumerate(names)
-    ]
+    shards = [Shard(name, "bfloat16", (8, 2), (rows[0], 0), (rows[1], 2), 0, 64 * i) for i, name in enumerate(names)]
     return ShardPart.from_shards(Holder(slot), shards, [4096])
 
 
 def trainer(rdv: Rendezvous, slot: str, ttl_s: float = 10.0) -> Worker:
-    return rdv.register(WorkerInfo("trainer", MODEL, "host-" + slot, slot, {"memory": b"ep-" + slot.encode()}), ttl_s=ttl_s)
+    return rdv.register(
+        WorkerInfo("trainer", MODEL, "host-" + slot, slot, {"memory": b"ep-" + slot.encode()}), ttl_s=ttl_s
+    )
 
 
 def receiver(rdv: Rendezvous, name: str, ttl_s: float = 10.0) -> Worker:
@@ -77,7 +72,9 @@ def publish(rdv: Rendezvous, step: int, workers: dict[str, Worker], epoch: int =
     return uid
 
 
-def wait(rdv: Rendezvous, member: str, worker: Worker, members: tuple[str, ...] = ("r0", "r1"), **extra: object) -> Manifest:
+def wait(
+    rdv: Rendezvous, member: str, worker: Worker, members: tuple[str, ...] = ("r0", "r1"), **extra: object
+) -> Manifest:
     extra.setdefault("timeout_s", 5.0)
     return rdv.await_version(MODEL, group="g", members=members, member=member, worker=worker, **extra)  # type: ignore[arg-type]
 
@@ -87,7 +84,10 @@ def test_refit_of_a_group(rdv: Rendezvous) -> None:
     receivers = {name: receiver(rdv, name) for name in ("r0", "r1")}
     for step in range(3):
         with ThreadPoolExecutor(2) as pool:
-            waiting = [pool.submit(wait, rdv, name, worker, after=VersionKey(MODEL, 0, step - 1) if step else None) for name, worker in receivers.items()]
+            waiting = [
+                pool.submit(wait, rdv, name, worker, after=VersionKey(MODEL, 0, step - 1) if step else None)
+                for name, worker in receivers.items()
+            ]
             uid = publish(rdv, step, workers)
             manifests = [future.result(timeout=10) for future in waiting]
         assert {m.uid for m in manifests} == {uid}
@@ -108,7 +108,15 @@ def test_refit_of_a_group(rdv: Rendezvous) -> None:
                 rdv.renew_lease(lease)
         with ThreadPoolExecutor(2) as pool:
             votes = [
-                pool.submit(rdv.vote, m.transaction, name, True, names_consumed=["w"] if name == "r0" else [], wire_bytes=8, timeout_s=5.0)
+                pool.submit(
+                    rdv.vote,
+                    m.transaction,
+                    name,
+                    True,
+                    names_consumed=["w"] if name == "r0" else [],
+                    wire_bytes=8,
+                    timeout_s=5.0,
+                )
                 for name, m in zip(receivers, manifests, strict=True)
             ]
             assert [v.result(timeout=10).decision for v in votes] == [Decision.COMMIT] * 2

@@ -1,0 +1,95 @@
+"""A real Redis on a free port, for the tests of its store."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+class RedisServer:
+    """A redis-server (or valkey-server) process with durable settings, that can be killed and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        binary = find_redis()
+        assert binary is not None
+        self._process = subprocess.Popen(
+            [
+                binary, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder), "--save", "",
+                "--appendonly", "yes", "--appendfsync", "always", "--daemonize", "no",
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        deadline = time.monotonic() + 20.0
+        while time.monotonic() < deadline:
+            try:
+                with socket.create_connection(("127.0.0.1", self.port), 0.2) as probe:
+                    probe.sendall(b"PING\r\n")
+                    if probe.recv(16).startswith(b"+PONG"):
+                        return
+            except OSError:
+                pass
+            assert self._process.poll() is None, "redis-server ended at once"
+            time.sleep(0.02)
+        raise AssertionError("redis-server did not answer within 20 s")
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(10.0)
+            self._process = None
+
+
+def find_redis() -> str | None:
+    return shutil.which("redis-server") or shutil.which("valkey-server")
+
+
+@pytest.fixture(scope="session")
+def redis_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """One Redis for the session; skipped with a reason where there is none, unless RESHARD_REQUIRE_REDIS=1."""
+    lacking = ""
+    if find_redis() is None:
+        lacking = "no redis-server or valkey-server is installed"
+    else:
+        try:
+            import redis  # noqa: F401
+        except ImportError:
+            lacking = "the redis package is not installed (pip install 'reshard[redis]')"
+    if lacking:
+        if os.environ.get("RESHARD_REQUIRE_REDIS") == "1":
+            pytest.fail(f"RESHARD_REQUIRE_REDIS=1, and {lacking}")
+        pytest.skip(lacking)
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture
+def redis_url(redis_process: RedisServer) -> str:
+    """The URL of an empty Redis."""
+    import redis
+
+    client = redis.Redis.from_url(redis_process.url)
+    try:
+        client.flushall()
+    finally:
+        client.close()
+    return redis_process.url
