@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from reshard.planner.errors import require
-from reshard.refit.capture import Destination
+from reshard.refit.recording import Destination
 
 if TYPE_CHECKING:
     import torch

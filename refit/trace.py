@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, NoReturn, Protocol, cast
 
 from reshard.planner.affine import source_aligned
 from reshard.planner.errors import require
@@ -212,6 +212,26 @@ def traced_type() -> type[torch.Tensor]:
         def item(self) -> torch.Tensor:  # type: ignore[override]
             """A traced scalar: it can be written (``param.fill_(w.item())``), but nothing can branch on it."""
             return self.reshape(())
+
+        def numpy(self, *, force: bool = False) -> NoReturn:
+            """Refused: there are no values."""
+            raise self.escapes("numpy()")
+
+        def tolist(self) -> NoReturn:
+            """Refused: there are no values."""
+            raise self.escapes("tolist()")
+
+        def __array__(self, dtype: object = None) -> NoReturn:
+            raise self.escapes("numpy.asarray()")
+
+        def escapes(self, how: str) -> UnsupportedLoaderError:
+            """The refusal of a loader that looks at values."""
+            names = sorted(self.origin.names)
+            return UnsupportedLoaderError(
+                f"the loader takes the values of {', '.join(map(repr, names[:3]))} out of torch ({how}); capture cannot "
+                "follow them there",
+                source=names[0] if names else "",
+            )
 
         def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
             names = ", ".join(sorted(self.origin.names))

@@ -142,7 +142,7 @@ class ArrayEngine:
         Raises
         ------
         TableError
-            A piece whose two sides differ in shape.
+            A piece whose two sides differ in shape, or of a tensor that nobody publishes.
         """
         sources = {s.name: s for s in manifest}
         buffers: list[Buffer] = []
@@ -152,12 +152,14 @@ class ArrayEngine:
             pieces = self._layout.get(name)
             if pieces is None:
                 pieces = [take(name)] if name in sources else []
-            known = [p for p in pieces if p.source in sources]
-            if not known:
+            unknown = [p.source for p in pieces if p.source not in sources]
+            if unknown:
+                raise TableError(f"array {name!r} takes {unknown[0]!r}, which nobody publishes", tensor=unknown[0])
+            if not pieces:
                 continue
             number = len(buffers)
             buffers.append(Buffer(name, array.shape, self._label(name)))
-            for piece in known:
+            for piece in pieces:
                 requests.append(self._request(piece, sources[piece.source], array, number, name, len(requests)))
                 consumed.add(piece.source)
         return Captured(ReadTable.build(buffers, requests), len(requests), frozenset(consumed))

@@ -20,10 +20,11 @@ import numpy.typing as npt
 
 from reshard.planner import ReadRequest, ReadTable
 from reshard.planner.errors import require
-from reshard.refit.capture import Recording, Write, record
+from reshard.refit.capture import record
 from reshard.refit.engine import Captured, EngineParameter
 from reshard.refit.engines.places import Place, places_of, signature_of, torch_dtype
 from reshard.refit.errors import RefitError, UnsupportedLoaderError
+from reshard.refit.recording import Recording, Write
 from reshard.refit.redirect import run_redirected
 from reshard.refit.tensors import SourceTensor
 

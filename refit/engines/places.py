@@ -19,8 +19,8 @@ import numpy.typing as npt
 from reshard.planner import Buffer
 from reshard.planner.dtypes import BY_LABEL
 from reshard.planner.errors import require
-from reshard.refit.capture import Destination
 from reshard.refit.errors import RefitError
+from reshard.refit.recording import Destination
 
 if TYPE_CHECKING:
     import torch

@@ -55,7 +55,7 @@ def test_weights_are_odd_and_distinct_modulo_2_to_33() -> None:
 
 
 def test_weights_are_no_arithmetic_progression() -> None:
-    """Four sign flips at i, j, k, l with w_i - w_j = w_k - w_l (modulo 2**33) would cancel; both seeds at once never."""
+    """Sign flips at i, j, k, l cancel where w_i - w_j = w_k - w_l modulo 2**33; never in both seeds at once."""
     n = 4096
     both = []
     for seed in SEEDS:

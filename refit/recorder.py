@@ -1,0 +1,359 @@
+"""The dispatch mode that follows traced tensors through a loader, operation by operation.
+
+What it does with each operation is the list in `reshard.refit.capture`; what it writes down is that module's
+`Recording`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import TYPE_CHECKING
+
+from reshard.planner.errors import require
+from reshard.refit.errors import UnattributedWriteError, UnsupportedLoaderError
+from reshard.refit.recording import PARAM, Destination, Recording, Write
+from reshard.refit.trace import Origin, Piece, Storage, Strided, meta_of, origin_of, resolve, traced, traced_type
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["recorder_type"]
+
+
+@cache
+def recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractContextManager[object]]:
+    """The dispatch mode (made on first use, since torch is optional)."""
+    require("torch", extra="torch")
+    import torch
+    from torch.utils import _pytree as pytree
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    aten = torch.ops.aten
+    made = traced_type()
+    copies = {aten.clone.default, aten._to_copy.default, aten.lift_fresh_copy.default}
+    fills = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
+    joins = {aten.cat.default, aten.stack.default}
+    value_free = {
+        "empty_like",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "new_empty",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty_strided",
+    }
+    escapes = {"_local_scalar_dense", "is_nonzero", "equal", "item", "nonzero", "allclose"}
+
+    def values(args: object, kwargs: object) -> list[torch.Tensor]:
+        return [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+
+    def written(
+        func: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> list[torch.Tensor]:
+        out: list[torch.Tensor] = []
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[i] if i < len(args) else kwargs.get(argument.name)
+                out += [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+        return out
+
+    def is_view(func: torch._ops.OpOverload) -> bool:
+        returns = func._schema.returns
+        return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+    class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        """Follows traced tensors; carries out everything that does not involve them or a destination's memory."""
+
+        def __init__(self, recording: Recording, destinations: Sequence[Destination]) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self.recording = recording
+            self.by_storage: dict[int, list[Destination]] = {}
+            for d in destinations:
+                self.by_storage.setdefault(d.storage_ptr, []).append(d)
+            self.scratch_taint: dict[int, frozenset[str]] = {}
+            self.scratch_owner: list[
+                torch.Tensor
+            ] = []  # keeps tainted scratch alive, so that its address is not reused
+
+        # -- what a tensor is
+
+        def destination(self, tensor: torch.Tensor) -> tuple[Destination, Strided] | None:
+            """The destination that holds ``tensor`` and the view of it that ``tensor`` is; None if it is elsewhere."""
+            if isinstance(tensor, made) or (tensor.device.type == "meta" and tensor.untyped_storage().data_ptr() == 0):
+                return None
+            known = self.by_storage.get(tensor.untyped_storage().data_ptr())
+            if known is None or tensor.numel() == 0:
+                return None
+            item = tensor.element_size()
+            first = tensor.storage_offset() * item
+            reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) * item + item
+            for d in known:
+                if d.first_byte <= first and first + reach <= d.first_byte + d.nbytes:
+                    if item != d.item_bytes or (first - d.first_byte) % item:
+                        raise UnsupportedLoaderError(
+                            f"the loader wrote parameter {d.name!r} through a view with {item} bytes an element; "
+                            f"its own has {d.item_bytes}"
+                        )
+                    view = Strided((first - d.first_byte) // item, tuple(tensor.shape), tuple(tensor.stride()))
+                    return d, view
+            overlapping = [d.name for d in known if first < d.first_byte + d.nbytes and d.first_byte < first + reach]
+            if overlapping:
+                raise UnattributedWriteError(
+                    f"the loader used a view that spans parameters {', '.join(map(repr, overlapping))} at once"
+                )
+            return None
+
+        def origin(self, tensor: torch.Tensor) -> Origin | None:
+            """Where the values of ``tensor`` come from; None for a plain tensor with real values."""
+            if isinstance(tensor, made):
+                return origin_of(tensor)
+            hit = self.destination(tensor)
+            if hit is not None:
+                return Origin(None, frozenset((PARAM + hit[0].name,)))
+            if self.scratch_taint and tensor.layout == torch.strided:
+                taint = self.scratch_taint.get(tensor.untyped_storage().data_ptr())
+                if taint:
+                    return Origin(None, taint)
+            return None
+
+        # -- dispatch
+
+        def __torch_dispatch__(
+            self,
+            func: torch._ops.OpOverload,
+            types: object,
+            args: tuple[object, ...] = (),
+            kwargs: dict[str, object] | None = None,
+        ) -> object:
+            kwargs = kwargs or {}
+            tensors = values(args, kwargs)
+            origins = {id(t): o for t in tensors if (o := self.origin(t)) is not None}
+            if not origins:
+                return func(*args, **kwargs)
+            name = func._schema.name.rpartition("::")[2]
+            targets = written(func, args, kwargs)
+            if targets:
+                return self.write(func, name, args, kwargs, targets, tensors, origins)
+            if is_view(func):
+                viewed = next((t for t in tensors if isinstance(t, made)), None)
+                if viewed is None:
+                    return func(*args, **kwargs)  # a view of live memory; harmless until it is read or written
+                out = func(*self.meta_args(args), **self.meta_kwargs(kwargs))
+                return self.wrap(out, origin_of(viewed))
+            if name in value_free:
+                return func(*self.like_args(args), **kwargs)
+            names = frozenset[str]().union(*(o.names for o in origins.values()))
+            if name in escapes:
+                raise self.escape(name, names)
+            if func is aten._unsafe_view.default and isinstance(args[0], made):
+                shown = args[0]
+                return self.wrap(aten.view.default(meta_of(shown), args[1]), origin_of(shown))
+            same_dtype = kwargs.get("dtype") in (None, tensors[0].dtype)
+            if func in copies and same_dtype and (source := origins[id(tensors[0])]).storage is not None:
+                out = func(meta_of(tensors[0]), **self.on_meta(kwargs))
+                return self.copied(out, [(meta_of(tensors[0]), (0,) * out.dim(), source.storage)])
+            if func in joins and all((o := origins.get(id(t))) is not None and o.storage is not None for t in tensors):
+                return self.joined(func, args, kwargs, tensors)
+            return self.compute(func, args, kwargs, names)
+
+        def compute(
+            self,
+            func: torch._ops.OpOverload,
+            args: Sequence[object],
+            kwargs: Mapping[str, object],
+            names: frozenset[str],
+        ) -> object:
+            """Run for shapes only; the result depends on ``names``."""
+            try:
+                out = func(*self.meta_args(args), **self.on_meta(self.meta_kwargs(kwargs)))
+            except (NotImplementedError, RuntimeError) as error:
+                raise self.escape(str(func), names) from error
+            return self.wrap(out, Origin(None, names))
+
+        def escape(self, what: str, names: frozenset[str]) -> UnsupportedLoaderError:
+            shown = sorted(n.removeprefix(PARAM) for n in names)
+            return UnsupportedLoaderError(
+                f"the loader needs the value of {', '.join(map(repr, shown[:3]))} ({what}) to decide what to do; "
+                "a refit "
+                "describes what a loader copies, and cannot follow one that branches on values",
+                source=shown[0] if shown else "",
+            )
+
+        def write(
+            self,
+            func: torch._ops.OpOverload,
+            name: str,
+            args: tuple[object, ...],
+            kwargs: Mapping[str, object],
+            targets: Sequence[torch.Tensor],
+            tensors: Sequence[torch.Tensor],
+            origins: Mapping[int, Origin],
+        ) -> object:
+            """A write to a destination, to a traced tensor, or of traced values to scratch memory."""
+            if name == "_foreach_copy_":
+                for one, other in zip(args[0], args[1], strict=True):  # type: ignore[call-overload]
+                    self.__torch_dispatch__(aten.copy_.default, (), (one, other))
+                return None
+            written_ids = {id(t) for t in targets}
+            inputs = frozenset[str]().union(
+                *(origins[id(t)].names for t in tensors if id(t) in origins and id(t) not in written_ids)
+            )
+            for target in targets:
+                hit = self.destination(target)
+                if hit is not None:
+                    self.write_destination(func, args, kwargs, target, hit, inputs, origins)
+                elif isinstance(target, made):
+                    self.recording.mutated |= {n for n in origin_of(target).names if not n.startswith(PARAM)}
+                    origin_of(target).taint |= inputs
+                else:
+                    pointer = target.untyped_storage().data_ptr()
+                    before = self.scratch_taint.get(pointer, frozenset())
+                    self.scratch_taint[pointer] = before | inputs
+                    self.scratch_owner.append(target)
+                    where = f"a {target.dtype} tensor of shape {tuple(target.shape)} ({func})"
+                    for n in inputs:
+                        self.recording.scratch.setdefault(n, where)
+            return targets[0] if len(func._schema.returns) else None
+
+        def write_destination(
+            self,
+            func: torch._ops.OpOverload,
+            args: tuple[object, ...],
+            kwargs: Mapping[str, object],
+            target: torch.Tensor,
+            hit: tuple[Destination, Strided],
+            inputs: frozenset[str],
+            origins: Mapping[int, Origin],
+        ) -> None:
+            destination, view = hit
+            order = len(self.recording.writes)
+            value = args[1] if len(args) > 1 else kwargs.get("value", kwargs.get("src"))
+            source = origins.get(id(value)) if isinstance(value, torch.Tensor) else None
+            if func is aten.copy_.default or (func is aten.fill_.Tensor and source is not None):
+                self.recording.n_copies += 1
+                if source is None and isinstance(value, torch.Tensor):
+                    element = self.uniform(value, target)
+                    if element is not None:
+                        self.recording.writes.append(Write(order, "constant", destination.name, view, value=element))
+                        return
+                    inputs |= frozenset((self.recording.current,)) - {""}
+                elif (
+                    isinstance(value, torch.Tensor)
+                    and source is not None
+                    and source.storage is not None
+                    and not source.taint
+                ):
+                    src = Strided.of(meta_of(value)).expand(view.sizes)
+                    reads = resolve(source.storage, src, view)
+                    self.recording.writes.append(Write(order, "copy", destination.name, view, tuple(reads)))
+                    return
+            elif func in fills and source is None:
+                number = value if isinstance(value, int | float | torch.Tensor) else 0
+                element = self.element(0 if func is aten.zero_.default else number, target)
+                self.recording.writes.append(Write(order, "constant", destination.name, view, value=element))
+                return
+            taint = inputs | (source.names if source is not None else frozenset())
+            self.recording.writes.append(Write(order, "computed", destination.name, view, taint=taint))
+
+        # -- making tensors
+
+        def wrap(self, out: object, origin: Origin) -> object:
+            return pytree.tree_map(
+                lambda t: traced(t, Origin(origin.storage, origin.taint)) if isinstance(t, torch.Tensor) else t, out
+            )
+
+        def copied(self, out: torch.Tensor, parts: Sequence[tuple[torch.Tensor, tuple[int, ...], Storage]]) -> object:
+            """A fresh dense tensor made of ``parts``: (meta view, where it starts in ``out``, its storage)."""
+            order = sorted(range(out.dim()), key=lambda d: (-int(out.stride()[d]), d))
+            pieces = []
+            for view, start, storage in parts:
+                strided = Strided.of(view)
+                pieces.append(
+                    Piece(
+                        tuple(start[d] for d in order),
+                        tuple(strided.sizes[d] for d in order),
+                        Strided(
+                            strided.offset,
+                            tuple(strided.sizes[d] for d in order),
+                            tuple(strided.strides[d] for d in order),
+                        ),
+                        storage,
+                    )
+                )
+            shape = tuple(out.shape[d] for d in order)
+            return traced(out, Origin(Storage(shape, pieces=tuple(pieces))))
+
+        def joined(
+            self,
+            func: torch._ops.OpOverload,
+            args: Sequence[object],
+            kwargs: Mapping[str, object],
+            tensors: Sequence[torch.Tensor],
+        ) -> object:
+            """``cat`` and ``stack`` of traced tensors of one dtype."""
+            out: torch.Tensor = func(*self.meta_args(args), **self.meta_kwargs(kwargs))
+            raw = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+            dim = int(raw) % out.dim()  # type: ignore[call-overload]
+            if any(t.dtype != out.dtype for t in tensors):
+                names = frozenset[str]().union(*(origin_of(t).names for t in tensors))
+                return self.wrap(out, Origin(None, names))
+            parts: list[tuple[torch.Tensor, tuple[int, ...], Storage]] = []
+            at = 0
+            for t in tensors:
+                view = meta_of(t).unsqueeze(dim) if func is aten.stack.default else meta_of(t)
+                if view.numel():
+                    storage = origin_of(t).storage
+                    if storage is None:
+                        raise UnsupportedLoaderError(f"{func} of a computed tensor")
+                    parts.append((view, tuple(at if d == dim else 0 for d in range(out.dim())), storage))
+                    at += int(view.shape[dim])
+            return self.copied(out, parts)
+
+        def meta_args(self, args: Sequence[object]) -> tuple[object, ...]:
+            return tuple(pytree.tree_map(self.meta, tuple(args)))
+
+        def meta_kwargs(self, kwargs: Mapping[str, object]) -> dict[str, object]:
+            return {name: pytree.tree_map(self.meta, value) for name, value in kwargs.items()}
+
+        @staticmethod
+        def meta(value: object) -> object:
+            if isinstance(value, made):
+                return meta_of(value)
+            if isinstance(value, torch.Tensor) and value.dim():
+                return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+            return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+        @staticmethod
+        def like_args(args: Sequence[object]) -> tuple[object, ...]:
+            """Traced tensors replaced by real ones of their shape, for operations that look at nothing else."""
+
+            def one(value: object) -> object:
+                return torch.empty((), dtype=value.dtype).expand(value.shape) if isinstance(value, made) else value
+
+            return tuple(pytree.tree_map(one, tuple(args)))
+
+        @staticmethod
+        def on_meta(kwargs: Mapping[str, object]) -> dict[str, object]:
+            meta = torch.device("meta")
+            return {k: meta if k == "device" and v is not None else v for k, v in kwargs.items()}
+
+        @staticmethod
+        def uniform(value: torch.Tensor, target: torch.Tensor) -> bytes | None:
+            """One element's bytes in the target's dtype, if all of ``value`` are alike."""
+            raw = value.detach().to("cpu", target.dtype).contiguous().reshape(-1)
+            if not raw.numel():
+                return None
+            rows = raw.view(torch.uint8).view(raw.numel(), -1)
+            return bytes(rows[0].numpy().tobytes()) if bool((rows == rows[0]).all()) else None
+
+        @staticmethod
+        def element(value: float | torch.Tensor, target: torch.Tensor) -> bytes:
+            one = torch.empty((1,), dtype=target.dtype)
+            one.fill_(value)
+            return bytes(one.view(torch.uint8).numpy().tobytes())
+
+    return Recorder

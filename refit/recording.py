@@ -1,0 +1,79 @@
+"""What a dry run of a loader writes down: writes to destinations in program order, and what must be materialised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from reshard.refit.trace import AlignedRead, Strided
+
+__all__ = ["PARAM", "Destination", "Recording", "Write"]
+
+PARAM = "param:"
+"""Prefix of a destination's name in a taint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """A parameter's place in memory: bytes ``[first_byte, first_byte + nbytes)`` of the storage at ``storage_ptr``."""
+
+    name: str
+    storage_ptr: int
+    first_byte: int
+    nbytes: int
+    item_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One thing that the loader did to a destination, in program order.
+
+    ``kind`` is ``copy`` (``reads`` says from where), ``constant`` (``view`` and ``value``, one element's bytes) or
+    ``computed``.
+    """
+
+    order: int
+    kind: str
+    destination: str
+    view: Strided
+    reads: tuple[AlignedRead, ...] = ()
+    value: bytes = b""
+    taint: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class Recording:
+    """All writes of one dry run, and what has to be materialised for it."""
+
+    writes: list[Write] = field(default_factory=list)
+    n_copies: int = 0
+    mutated: set[str] = field(default_factory=set)
+    current: str = ""
+    scratch: dict[str, str] = field(default_factory=dict)
+
+    def materialised(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Sources and destinations that the loader itself has to produce.
+
+        The closure: a computed write takes its destination and all it depends on; a destination taken so takes
+        every source that writes it (order matters there); a source taken so takes every destination that it writes.
+        """
+        sources = set(self.mutated)
+        targets: set[str] = set()
+        links: list[tuple[str, frozenset[str]]] = []
+        for write in self.writes:
+            names = frozenset(r.source for r in write.reads) | frozenset(
+                n for n in write.taint if not n.startswith(PARAM)
+            )
+            links.append((write.destination, names))
+            if write.kind == "computed":
+                targets.add(write.destination)
+                sources |= names
+        changed = True
+        while changed:
+            before = len(sources) + len(targets)
+            for target, names in links:
+                if target in targets:
+                    sources |= names
+                elif names & sources:
+                    targets.add(target)
+            changed = len(sources) + len(targets) != before
+        return frozenset(sources), frozenset(targets)
