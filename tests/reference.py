@@ -219,15 +219,15 @@ def writers(scenario: Scenario) -> tuple[list[dict[int, Write]], bool]:
 
 
 def missing(scenario: Scenario) -> dict[str, set[tuple[int, ...]]]:
-    """Requested source elements that nobody holds, by tensor, whether or not a later write hides them."""
+    """Source elements that end up in a buffer and that nobody holds, by tensor."""
     gaps: dict[str, set[tuple[int, ...]]] = {}
-    for name in {request.tensor for request in scenario.requests if request.value is None}:
-        held = locations(scenario, name)
-        for request in scenario.requests:
-            if request.tensor == name and request.value is None:
-                absent = {source for source, _ in steps_of(request) if source not in held}
-                if absent:
-                    gaps.setdefault(name, set()).update(absent)
+    held = {name: locations(scenario, name) for name in scenario.tensors}
+    owners, _ = writers(scenario)
+    for owner in owners:
+        for write in owner.values():
+            name = scenario.requests[write.request].tensor
+            if write.element is not None and write.element not in held[name]:
+                gaps.setdefault(name, set()).add(write.element)
     return gaps
 
 

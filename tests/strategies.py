@@ -5,7 +5,8 @@ turn a scenario into the planner's tables.
 
 1. Tensors of rank 0 to 4, cut on any dims into even, uneven and empty boxes, kept by one to three holders.
 2. Each holder's shards at odd offsets of one or two regions, in shuffled order.
-3. Buffers made of slots stacked on any axis; each slot takes a narrowed, stepped, selected and permuted view.
+3. Buffers made of slots stacked on any axis; each slot takes a narrowed, stepped, selected, permuted view, now and
+   then backwards.
 4. Fills under copies, and later copies over earlier ones, with program order saying who wins.
 """
 
@@ -105,6 +106,7 @@ def scenarios(
     overwrites: bool = True,
     casts: bool = True,
     stepped: bool = True,
+    interleaved: bool = True,
     dtypes: Sequence[str] = tuple(WHOLE_BYTE_DTYPES),
     max_rank: int = 4,
 ) -> Scenario:
@@ -118,7 +120,7 @@ def scenarios(
     fill_content(scenario, seed)
     draw(_holdings(scenario, replicas))
     for _ in range(draw(st.integers(1, 2))):
-        draw(_buffer(scenario, fills, overwrites, casts, stepped))
+        draw(_buffer(scenario, fills, overwrites, casts, stepped, interleaved))
     return scenario
 
 
@@ -157,7 +159,15 @@ def _holdings(draw: st.DrawFn, scenario: Scenario, replicas: bool) -> None:
 
 
 @st.composite
-def _buffer(draw: st.DrawFn, scenario: Scenario, fills: bool, overwrites: bool, casts: bool, stepped: bool) -> None:
+def _buffer(
+    draw: st.DrawFn,
+    scenario: Scenario,
+    fills: bool,
+    overwrites: bool,
+    casts: bool,
+    stepped: bool,
+    interleaved: bool,
+) -> None:
     """Add a buffer of stacked slots, one copy into each, and perhaps fills under and copies over them."""
     tensors = list(scenario.tensors.values())
     dtype = draw(st.sampled_from(tensors)).dtype
@@ -168,7 +178,7 @@ def _buffer(draw: st.DrawFn, scenario: Scenario, fills: bool, overwrites: bool, 
     picked = [draw(views(draw(st.sampled_from(usable)), stepped=stepped)) for _ in range(draw(st.integers(1, 3)))]
     kept = [draw(st.permutations([dim for dim, count in enumerate(view.count) if count > 1])) for view in picked]
     rank = max(len(dims) for dims in kept)
-    gaps = [[draw(_gap()) for _ in range(rank)] for _ in picked]
+    gaps = [[draw(_gap(interleaved)) for _ in range(rank)] for _ in picked]
     box = [1] * rank
     for view, dims, gap in zip(picked, kept, gaps, strict=True):
         for axis in range(rank):
@@ -187,7 +197,11 @@ def _buffer(draw: st.DrawFn, scenario: Scenario, fills: bool, overwrites: bool, 
         for axis in range(rank):
             offset += gap[axis][0] * strides[axis]
             if axis < len(dims):
-                dst_stride[dims[axis]] = gap[axis][1] * strides[axis]
+                stride = gap[axis][1] * strides[axis]
+                if draw(st.integers(0, 9)) == 0:
+                    offset += (view.count[dims[axis]] - 1) * stride
+                    stride = -stride
+                dst_stride[dims[axis]] = stride
         requests.append(
             RefRequest(view.tensor.name, view.start, view.step, view.count, number, offset, tuple(dst_stride))
         )
@@ -206,11 +220,11 @@ def _buffer(draw: st.DrawFn, scenario: Scenario, fills: bool, overwrites: bool, 
 
 
 @st.composite
-def _gap(draw: st.DrawFn) -> tuple[int, int, int]:
+def _gap(draw: st.DrawFn, interleaved: bool) -> tuple[int, int, int]:
     """Where a view lies along one destination axis: first element, step, and elements left behind it."""
     if draw(st.booleans()):
         return 0, 1, 0
-    return draw(st.integers(0, 2)), draw(st.integers(1, 2)), draw(st.integers(0, 2))
+    return draw(st.integers(0, 2)), draw(st.integers(1, 2 if interleaved else 1)), draw(st.integers(0, 2))
 
 
 def _fill_of(draw: st.DrawFn, buffer: int, dtype: str, shape: tuple[int, ...]) -> RefRequest:
