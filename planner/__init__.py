@@ -30,15 +30,22 @@ _HOME = {
     "certificate": ("Assumption", "Certificate", "Economics"),
     "rows": ("Blocks", "Fills", "LocalCopies", "WireRows"),
     "bind": ("BoundPlan", "PeerRows"),
+    "affine": ("AlignedView", "source_aligned"),
+    "coverage": ("Coverage", "engine_coverage"),
+    "execute": ("allocate_buffers", "run_copies", "run_fills"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 if TYPE_CHECKING:
+    from reshard.planner.affine import AlignedView as AlignedView
+    from reshard.planner.affine import source_aligned as source_aligned
     from reshard.planner.bind import BoundPlan as BoundPlan
     from reshard.planner.bind import PeerRows as PeerRows
     from reshard.planner.certificate import Assumption as Assumption
     from reshard.planner.certificate import Certificate as Certificate
     from reshard.planner.certificate import Economics as Economics
+    from reshard.planner.coverage import Coverage as Coverage
+    from reshard.planner.coverage import engine_coverage as engine_coverage
     from reshard.planner.dictionaries import GeometryDict as GeometryDict
     from reshard.planner.dictionaries import TensorDict as TensorDict
     from reshard.planner.dtypes import DType as DType
@@ -51,6 +58,9 @@ if TYPE_CHECKING:
     from reshard.planner.errors import PlanError as PlanError
     from reshard.planner.errors import ReshardError as ReshardError
     from reshard.planner.errors import TableError as TableError
+    from reshard.planner.execute import allocate_buffers as allocate_buffers
+    from reshard.planner.execute import run_copies as run_copies
+    from reshard.planner.execute import run_fills as run_fills
     from reshard.planner.options import CostModel as CostModel
     from reshard.planner.options import PlanOptions as PlanOptions
     from reshard.planner.planning import plan as plan

@@ -1,7 +1,7 @@
 """What a plan does to bytes: local copies, fills, and a whole plan on in-memory arrays.
 
-`run_copies` and `run_fills` are what a receiver runs on the host between reads. `execute` runs everything on arrays that
-stand for the holders' regions: the reference that transports are held against.
+`run_copies` and `run_fills` are what a receiver runs on the host between reads. `execute` runs everything on arrays
+that stand for the holders' regions: the reference that transports are held against.
 
 1. Each copy or fill is one NumPy assignment between two strided views; views are made with their buffer's bounds
    checked, so that a wrong plan raises and never writes outside.
@@ -64,7 +64,6 @@ def run_copies(plan: Plan, wave: int, staging: Bytes, buffers: Sequence[Bytes]) 
         copies.buffer.tolist(),
         copies.dst_offset_bytes.tolist(),
         copies.src_unit.tolist(),
-        copies.dst_unit.tolist(),
         _shapes(copies.count, copies.run_units),
         _shapes(copies.src_stride_bytes, copies.src_unit),
         _shapes(copies.dst_stride_bytes, copies.dst_unit),
@@ -72,7 +71,7 @@ def run_copies(plan: Plan, wave: int, staging: Bytes, buffers: Sequence[Bytes]) 
         dst_code,
         strict=True,
     )
-    for src_offset, buffer, dst_offset, src_unit, dst_unit, shape, src_strides, dst_strides, src, dst in rows:
+    for src_offset, buffer, dst_offset, src_unit, shape, src_strides, dst_strides, src, dst in rows:
         if src == dst:
             unit = _raw(src_unit)
             source = np.ndarray(shape, unit, staging, src_offset, src_strides)
