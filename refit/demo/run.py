@@ -31,7 +31,6 @@ PRELOAD: Final = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
 ENVIRONMENT: Final = {
-    "OMP_NUM_THREADS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TOKENIZERS_PARALLELISM": "false",

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Final
 
 from reshard.refit.demo.channel import Channel, ChannelClosed, JsonValue, Message, remaining_s
 from reshard.refit.demo.nursery import MAX_REQUEST_BYTES
@@ -29,7 +30,10 @@ from reshard.refit.demo.settings import DemoError
 
 __all__ = ["Child", "ChildrenFailed", "Supervisor"]
 
-LOG_TAIL_BYTES = 2000
+LOG_TAIL_BYTES: Final = 2000
+ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""Numeric libraries start no threads in the nursery, so that it can be forked, and the ranks share a few cores."""
+
 
 
 class ChildrenFailed(DemoError):
@@ -152,7 +156,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **self.environment},
+                env={**os.environ, **ONE_THREAD, **self.environment},
                 start_new_session=True,
             )
         try:

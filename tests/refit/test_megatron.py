@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from collections.abc import Iterator
 
@@ -10,8 +9,9 @@ import numpy as np
 import pytest
 
 from reshard.planner.errors import TableError
-from reshard.refit.adapters import megatron
-from reshard.refit.adapters.megatron import MegatronModel, MegatronRank, Piece
+from reshard.refit.adapters import megatron, megatron_pieces
+from reshard.refit.adapters.megatron import MegatronModel, MegatronRank
+from reshard.refit.adapters.megatron_pieces import Piece
 from reshard.refit.tensors import LocalTensor
 
 Tensors = dict[str, np.ndarray]
@@ -28,12 +28,12 @@ def global_rows(pieces: list[Piece], base: dict[str, int]) -> list[int]:
 
 def test_g9_gated_linear_unit() -> None:
     base = {"gate": 0, "up": 4}
-    held = [global_rows(megatron.gated_pieces(("gate", "up"), (4, 2), rank=r, size=2), base) for r in range(2)]
+    held = [global_rows(megatron_pieces.gated_pieces(("gate", "up"), (4, 2), rank=r, size=2), base) for r in range(2)]
     assert held == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
 def test_g10_qkv_by_group() -> None:
-    pieces = megatron.qkv_pieces("qkv", heads=4, groups=2, head_dim=2, inner=(3,), rank=0, size=1)
+    pieces = megatron_pieces.qkv_pieces("qkv", heads=4, groups=2, head_dim=2, inner=(3,), rank=0, size=1)
     fused = {
         name: [p.local_start + k for p in pieces if p.name == name for k in range(p.count)] for name in ("q", "k", "v")
     }
@@ -42,7 +42,8 @@ def test_g10_qkv_by_group() -> None:
 
 def test_g11_fewer_kv_heads_than_ranks() -> None:
     shares = [
-        megatron.qkv_pieces("qkv", heads=64, groups=2, head_dim=128, inner=(8,), rank=rank, size=8) for rank in range(8)
+        megatron_pieces.qkv_pieces("qkv", heads=64, groups=2, head_dim=128, inner=(8,), rank=rank, size=8)
+        for rank in range(8)
     ]
     rows = [[(p.name, p.count) for p in share] for share in shares]
     last = [("q", 832), ("k", 128), ("v", 128)]
@@ -52,10 +53,10 @@ def test_g11_fewer_kv_heads_than_ranks() -> None:
 
 
 def test_g13_interleaved_rows() -> None:
-    pieces = megatron.interleaved_pieces(("gate", "up"), (3, 2), rank=0, size=1)
+    pieces = megatron_pieces.interleaved_pieces(("gate", "up"), (3, 2), rank=0, size=1)
     assert [p.local_start + p.local_step * k for p in pieces for k in range(p.count)] == [0, 2, 4, 1, 3, 5]
     local = np.arange(12).reshape(6, 2)
-    gate, up = megatron.cut_pieces(local, pieces, "int64")
+    gate, up = megatron_pieces.cut_pieces(local, pieces, "int64")
     assert np.asarray(gate.data)[:, 0].tolist() == [0, 4, 8]
     assert np.asarray(up.data)[:, 0].tolist() == [2, 6, 10]
 
@@ -63,20 +64,22 @@ def test_g13_interleaved_rows() -> None:
 def test_g14_stacked_experts() -> None:
     """Expert 1's first up row starts at element 12 of a stack [2, 4, 2] with gate above up."""
     stack = np.arange(16).reshape(2, 4, 2)
-    _, up = megatron.cut_pieces(stack[1], megatron.gated_pieces(("gate", "up"), (2, 2), rank=0, size=1), "int64")
+    _, up = megatron_pieces.cut_pieces(
+        stack[1], megatron_pieces.gated_pieces(("gate", "up"), (2, 2), rank=0, size=1), "int64"
+    )
     assert int(np.asarray(up.data).flat[0]) == 12
 
 
 def test_n3_global_experts() -> None:
-    assert megatron.expert_range(512, rank=1, size=8) == range(64, 128)
+    assert megatron_pieces.expert_range(512, rank=1, size=8) == range(64, 128)
 
 
 def test_layer_offsets() -> None:
-    assert [megatron.layer_offset(12, rank=rank, size=4) for rank in range(4)] == [0, 3, 6, 9]
-    chunks = [megatron.layer_offset(8, rank=r, size=2, chunk=c, chunks=2) for c in range(2) for r in range(2)]
+    assert [megatron_pieces.layer_offset(12, rank=rank, size=4) for rank in range(4)] == [0, 3, 6, 9]
+    chunks = [megatron_pieces.layer_offset(8, rank=r, size=2, chunk=c, chunks=2) for c in range(2) for r in range(2)]
     assert chunks == [0, 2, 4, 6]
     with pytest.raises(TableError, match="layers over pipeline stages: 10 does not divide by 4"):
-        megatron.layer_offset(10, rank=0, size=4)
+        megatron_pieces.layer_offset(10, rank=0, size=4)
 
 
 # -- a whole model, sharded by slicing full tensors as Megatron's documentation says, and put together again
@@ -199,7 +202,7 @@ def ranks(tp: int, pp: int, ep: int) -> Iterator[tuple[MegatronRank, range]]:
     """Pipeline x tensor parallelism for the dense part; experts over all tensor ranks, split ep x etp."""
     for stage, tensor in itertools.product(range(pp), range(tp)):
         layers = range(4 // pp * stage, 4 // pp * (stage + 1))
-        first = megatron.layer_offset(4, rank=stage, size=pp)
+        first = megatron_pieces.layer_offset(4, rank=stage, size=pp)
         assert first == layers.start
         yield MegatronRank(tensor, tp, tensor % ep, ep, tensor // ep, tp // ep, first), layers
 
@@ -234,7 +237,7 @@ def test_views_are_not_copies_and_claims_are_the_callers() -> None:
 
 def test_a_rank_of_padding_alone_holds_no_rows() -> None:
     """Ranks whose share of the padded vocabulary is padding publish nothing of it."""
-    pieces = [megatron.vocabulary_pieces("e", (9, 2), padded=16, rank=rank, size=4) for rank in range(4)]
+    pieces = [megatron_pieces.vocabulary_pieces("e", (9, 2), padded=16, rank=rank, size=4) for rank in range(4)]
     assert [[(p.start, p.count) for p in share] for share in pieces] == [[(0, 4)], [(4, 4)], [(8, 1)], []]
 
 
@@ -258,16 +261,3 @@ def test_what_cannot_be_made_global_is_refused(name: str, shape: tuple[int, ...]
     local = {name: np.zeros(shape, np.float32)}
     with pytest.raises(TableError, match=message):
         megatron.local_tensors(local, MOE, rank)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
-def test_megatron_core_agrees_on_layer_offsets() -> None:
-    """Megatron Core's own function, where it is installed."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-
-    config = TransformerConfig(
-        num_layers=8, hidden_size=8, num_attention_heads=2, pipeline_model_parallel_size=4, pipeline_dtype=None
-    )
-    own = [megatron.layer_offset(8, rank=rank, size=4) for rank in range(4)]
-    assert own == [get_transformer_layer_offset(config, pp_rank=rank) for rank in range(4)]

@@ -93,7 +93,7 @@ def chunk(array: np.ndarray, n: int) -> list[np.ndarray]:
 
 def run_on_gloo(folder: Path, world: int, mesh_shapes: list[list[int]], timeout_s: float) -> list[int]:
     pytest.importorskip("torch", reason="the DTensor adapter needs torch")
-    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     with Supervisor(DTENSOR_MODULES, folder, environment=environment) as supervisor:
         ranks = [
             supervisor.start(
