@@ -19,6 +19,7 @@ class TestUcx(TransportContract):
     backend = "ucx"
 
 
+@pytest.mark.slow
 class TestUcxOverTcp(TransportContract):
     """Where UCX emulates reads, the owner's process sends every byte."""
 

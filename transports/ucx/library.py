@@ -4,8 +4,8 @@
    ``-cu13``), ``"system"`` (what the dynamic loader finds), a path to a ``libucp.so``, or nothing: the wheel if it
    is there, else the system's.
 2. It is opened with local symbols, so that it and the renamed copy inside NIXL do not see each other, and once a
-   process for each path. ``libucs_signal`` is not loaded: a library has no business with the process's signal
-   handlers.
+   process for each path. Handlers that it sets as it loads (one for SIGHUP, which would no longer end the process;
+   in some builds for SIGSEGV) are taken back: a library has no business with the process's signal handlers.
 3. Its version is asked of the library itself, and checked against the range that `declarations` was written for.
 """
 
@@ -15,7 +15,9 @@ import ctypes.util
 import importlib.util
 import logging
 import os
+import signal
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 SETTING = "RESHARD_UCX_LIBRARY"
+_SIGACTION_BYTES = 1024  # more than any libc has
 _NAMES = ("libucp.so.0", "libucp.so")
 
 
@@ -64,6 +67,19 @@ class Library:
         """Return UCX's words for a status, with its number."""
         text: bytes = self.ffi.string(self.ucp.ucs_status_string(status))
         return f"{text.decode('ascii', 'replace')} (UCX status {status})"
+
+    def capture(self, printer: Callable[[int, object], None], handle: int) -> str:
+        """Return what a native ``print_info`` function writes about a handle."""
+        ffi, libc = self.ffi, self.ffi.dlopen(None)
+        text, size = ffi.new("char **"), ffi.new("size_t *")
+        stream = libc.open_memstream(text, size)
+        try:
+            printer(handle, stream)
+        finally:
+            libc.fclose(stream)
+        captured: bytes = ffi.string(text[0])
+        libc.free(text[0])
+        return captured.decode("utf-8", "replace")
 
 
 _loaded: dict[str, Library] = {}
@@ -130,7 +146,11 @@ def _candidates(choice: str) -> list[tuple[str, str]]:
 def _open(origin: str, path: str) -> Library:
     ffi = require("cffi", extra="ucx").FFI()
     ffi.cdef(CDEF)
+    libc = ffi.dlopen(None)
+    handlers = _signal_handlers(ffi, libc)
     ucp = ffi.dlopen(path, ffi.RTLD_LOCAL | ffi.RTLD_NOW)
+    for number, handler in handlers.items():
+        libc.sigaction(number, handler, ffi.NULL)
     numbers = [ffi.new("unsigned *") for _ in range(3)]
     ucp.ucp_get_version(*numbers)
     version = (int(numbers[0][0]), int(numbers[1][0]), int(numbers[2][0]))
@@ -143,5 +163,14 @@ def _open(origin: str, path: str) -> Library:
         )
     if version[:2] > NEWEST_TRIED:
         _log.warning("UCX %s at %s is newer than any that was tried", ".".join(map(str, version)), path)
-    memset = ffi.dlopen(None).memset
-    return Library(ffi, ucp, path, origin, version, int(ffi.cast("uintptr_t", memset)))
+    return Library(ffi, ucp, path, origin, version, int(ffi.cast("uintptr_t", libc.memset)))
+
+
+def _signal_handlers(ffi: FFI, libc: Any) -> dict[int, object]:
+    """Return every signal's disposition, as the opaque ``struct sigaction`` that sets it again."""
+    handlers: dict[int, object] = {}
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        handlers[int(number)] = ffi.new("char[]", _SIGACTION_BYTES)
+        if libc.sigaction(number, ffi.NULL, handlers[int(number)]):
+            del handlers[int(number)]
+    return handlers

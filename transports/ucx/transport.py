@@ -6,6 +6,7 @@ lane ends everything it began, so a time-out costs the connection to that peer a
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -35,10 +36,13 @@ from reshard.transports.rows import ADDRESS, NBYTES
 from reshard.transports.transfer import Slice
 from reshard.transports.ucx.callbacks import callbacks_of
 from reshard.transports.ucx.context import MEMORY_TYPES, Context, MappedMemory
+from reshard.transports.ucx.describe import emulated
 from reshard.transports.ucx.lane import Gets, Lane
 from reshard.transports.ucx.library import load_library
 from reshard.transports.ucx.payload import UcxAddress, decode_address, encode_address
 from reshard.transports.ucx.worker import ServingThread, Worker
+
+_log = logging.getLogger(__name__)
 
 _BUSY_S = 0.004
 _IDLE_S = 0.001
@@ -146,6 +150,12 @@ class UcxTransport(CommonTransport):
                 if time.monotonic() >= deadline:
                     raise TransferTimeoutError(f"peer {peer.name!r} did not answer before the deadline", peer=peer.name)
                 through = native.gate.poll()
+            if emulated(native.lane.transports()):
+                _log.info(
+                    "reads from peer %r are a software emulation by its process, over %s",
+                    peer.name,
+                    native.lane.transports(),
+                )
         except BaseException:
             native.close()
             raise

@@ -1,0 +1,139 @@
+"""The ring of requests and the payload of the endpoint message."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard.transports import EndpointError
+from reshard.transports.ucx import UcxTransport
+from reshard.transports.ucx import declarations as d
+from reshard.transports.ucx.payload import UcxAddress, decode_address, encode_address
+
+keys = st.binary(min_size=1, max_size=40)
+addresses = st.builds(
+    UcxAddress,
+    st.binary(min_size=1, max_size=200),
+    st.integers(1, 2**64 - 1),
+    keys,
+    st.lists(keys, max_size=5).map(tuple),
+)
+
+
+@given(addresses)
+def test_payload_round_trip(address):
+    assert decode_address(encode_address(address), len(address.keys)) == address
+
+
+@given(addresses, st.data())
+def test_a_damaged_payload_is_refused_or_decodes_to_something_bounded(address, data):
+    """The endpoint's checksum finds damage; behind it only sizes have to be right."""
+    payload = bytearray(encode_address(address))
+    at = data.draw(st.integers(0, len(payload) * 8 - 1))
+    payload[at // 8] ^= 1 << at % 8
+    cut = data.draw(st.integers(0, len(payload)))
+    try:
+        decoded = decode_address(bytes(payload[:cut]), len(address.keys))
+    except EndpointError:
+        return
+    assert len(decoded.keys) == len(address.keys)
+    assert all((decoded.worker, decoded.beacon_key, *decoded.keys))
+
+
+def test_keys_must_match_the_region_table():
+    payload = encode_address(UcxAddress(b"w", 1, b"k", (b"a", b"b")))
+    with pytest.raises(EndpointError, match="2 keys, expected 3"):
+        decode_address(payload, 3)
+
+
+@pytest.mark.skipif(bool(UcxTransport.probe()), reason=f"ucx does not work here: {UcxTransport.probe()}")
+class TestRing:
+    """Against a stand-in for ``ucp_get_nbx`` that ends requests at once, later, or with an error."""
+
+    @pytest.fixture
+    def ring(self, monkeypatch):
+        from reshard.transports.ucx.library import load_library
+        from reshard.transports.ucx.requests import RequestRing
+
+        library = load_library()
+        ring = RequestRing(library, 280)
+        self.pending: list[tuple[int, int, int]] = []
+        self.end_at_once: list[int] = []
+        params_type = "ucp_request_param_t *"
+
+        def get(endpoint: int, buffer: int, count: int, remote: int, rkey: int, params: int) -> int:
+            if self.end_at_once:
+                return self.end_at_once.pop(0) % 2**64
+            fields = library.ffi.cast(params_type, params)
+            request, callback = (int(library.ffi.cast("uintptr_t", f)) for f in (fields.request, fields.cb))
+            assert request % 64 == 0
+            self.pending.append((request, callback, int(library.ffi.cast("uintptr_t", fields.user_data))))
+            return request
+
+        def finish(which: int, status: int) -> None:
+            """Call the callback as UCX does, with a status of one signed byte."""
+            request, callback, user_data = self.pending[which]
+            call = library.ffi.cast("void (*)(uintptr_t, ucs_status_t, uintptr_t)", callback)
+            call(request, status, user_data)
+
+        self.finish = finish
+        monkeypatch.setattr(ring, "_get", get)
+        return ring
+
+    def post(self, ring, n: int) -> int:
+        one = np.ones(1, np.uint64)
+        column = np.arange(1, n + 1, dtype=np.uint64)
+        return ring.post(5, column, column, column, one, one, np.zeros(1, np.int32))
+
+    def test_a_chunk_is_in_flight_until_its_last_request_ends(self, ring):
+        chunk = self.post(ring, 3)
+        assert ring.in_flight(chunk)
+        assert ring.busy()
+        self.finish(2, d.OK)
+        self.finish(0, d.OK)
+        assert ring.in_flight(chunk)
+        self.finish(1, d.OK)
+        assert not ring.in_flight(chunk)
+        assert ring.release(chunk) == d.OK
+        assert not ring.busy()
+
+    @pytest.mark.parametrize("status", [-1, d.ERR_IO_ERROR, -25, -80, d.ERR_LAST + 1])
+    def test_one_error_among_many_is_found(self, ring, status):
+        chunk = self.post(ring, 256)
+        for which in range(256):
+            self.finish(which, status if which == 200 else d.OK)
+        assert not ring.in_flight(chunk)
+        assert ring.release(chunk) == status
+
+    def test_requests_that_end_at_once(self, ring):
+        self.end_at_once = [0, 0]
+        chunk = self.post(ring, 2)
+        assert not ring.in_flight(chunk)
+        assert ring.release(chunk) == d.OK
+        self.end_at_once = [0, -3]
+        chunk = self.post(ring, 3)
+        assert ring.in_flight(chunk)
+        self.finish(0, d.OK)
+        assert ring.release(chunk) == -3
+
+    def test_chunks_do_not_share_statuses(self, ring):
+        first, second = self.post(ring, 256), self.post(ring, 256)
+        for which in range(256):
+            self.finish(which, d.OK)
+        assert not ring.in_flight(first)
+        assert ring.in_flight(second)
+        for which in range(256, 512):
+            self.finish(which, d.OK)
+        assert ring.release(first) == ring.release(second) == d.OK
+
+    def test_a_short_chunk_after_a_failed_long_one(self, ring):
+        chunk = self.post(ring, 256)
+        for which in range(256):
+            self.finish(which, -3)
+        assert ring.release(chunk) == -3
+        again = self.post(ring, 1)
+        assert again == chunk
+        self.finish(256, d.OK)
+        assert ring.release(again) == d.OK
