@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["Attempt"]
 
+_PATIENCE = 0.8
+"""Share of the call's time after which the service takes a missing vote for a no."""
 _GOODBYE_S = 5.0
 """How long a failed refit may take to say no."""
 _ASK_S = 2.0
@@ -118,7 +120,8 @@ class Attempt:
             want=version,
             after=after,
             lease_ttl_s=r.lease_ttl_s,
-            transaction_timeout_s=r.transaction_timeout_s,
+            # Missing votes are decided by the service before this call gives up, so that waiting is not doubt.
+            transaction_timeout_s=min(r.transaction_timeout_s, _PATIENCE * self._deadline.remaining("discover")),
             timeout_s=self._deadline.remaining("discover"),
         )
         self._manifest = manifest

@@ -69,7 +69,7 @@ class Receiver:
     require_verified
         Refuse a refit in which any received byte could not be verified.
     lease_ttl_s, transaction_timeout_s
-        Asked of the service.
+        Asked of the service. A transaction never lives longer than four fifths of the time that the call has left.
     on_stage, on_state
         Told the name of each stage as it starts, and each change of `state`.
     """

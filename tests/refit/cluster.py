@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -180,6 +181,15 @@ class Cluster:
                 raise result
             reports.append(result)
         return reports
+
+    def all_joined(self) -> bool:
+        """Wait until every member has joined the open transaction (a no before that leaves the others a new one)."""
+        for _ in range(400):
+            open_ones = [t for t in self.rendezvous.describe().transactions if t.decision.value == "pending"]
+            if open_ones and len(open_ones[-1].joined) == len(self.members):
+                return True
+            time.sleep(0.005)
+        return False
 
     def leftovers(self) -> list[str]:
         """Leases that are still live."""

@@ -174,6 +174,7 @@ def test_one_member_that_cannot_go_on_aborts_the_group() -> None:
 
     def stage(name: str) -> None:
         if fail["on"] and name == "verify":
+            assert cluster.all_joined()
             raise RuntimeError("disk full")
 
     with tp_cluster() as cluster:
@@ -412,6 +413,7 @@ def test_a_failing_read_installs_nothing_even_over_a_sentinel(monkeypatch: pytes
         cluster.publish(1, weights(1))
 
         def broken(*args: object, **kwargs: object) -> object:
+            assert cluster.all_joined()
             raise TransferError("the wire broke", peer="trainer-0")
 
         monkeypatch.setattr(cluster.receiver_transports[0], "wait", broken)
