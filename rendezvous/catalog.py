@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from reshard.planner.dictionaries import GeometryDict, TensorDict
 from reshard.planner.shards import ShardPart
@@ -21,12 +21,8 @@ from reshard.rendezvous.converts import (
     tensors_from_message,
 )
 from reshard.rendezvous.errors import InvalidRequestError, StaleError
+from reshard.rendezvous.optional import protobuf, tables_pb
 from reshard.rendezvous.store import Store
-
-if TYPE_CHECKING:
-    from google.protobuf.message import Message
-
-    from reshard.proto.v1 import tables_pb2
 
 __all__ = ["BlobCatalog", "Lru", "ObjectCatalog", "parse_content"]
 
@@ -264,51 +260,41 @@ class BlobCatalog(_Names):
         await self._store.sweep_blobs(keep)
 
 
-def parse_content(field: str, message: Message, blob: bytes) -> None:
+def parse_content(field: str, message: protobuf.Message, blob: bytes) -> None:
     """Parse bytes into a message, or raise InvalidRequestError naming it."""
-    from google.protobuf.message import DecodeError
-
     try:
         message.ParseFromString(blob)
-    except DecodeError:
+    except protobuf.DecodeError:
         raise InvalidRequestError(field, f"these {len(blob)} bytes are no {message.DESCRIPTOR.name}") from None
 
 
-def _part(blob: bytes) -> tables_pb2.ShardPart:
-    from reshard.proto.v1 import tables_pb2
-
-    message = tables_pb2.ShardPart()
+def _part(blob: bytes) -> tables_pb.ShardPart:
+    message = tables_pb.ShardPart()
     parse_content("part", message, blob)
     limits.check_digest("part.tensors_digest", message.tensors_digest)
     limits.check_digest("part.geometries_digest", message.geometries_digest)
     return message
 
 
-def _tensors(blob: bytes) -> tables_pb2.TensorDict:
-    from reshard.proto.v1 import tables_pb2
-
-    message = tables_pb2.TensorDict()
+def _tensors(blob: bytes) -> tables_pb.TensorDict:
+    message = tables_pb.TensorDict()
     parse_content("tensors", message, blob)
     return message
 
 
-def _geometries(blob: bytes) -> tables_pb2.GeometryDict:
-    from reshard.proto.v1 import tables_pb2
-
-    message = tables_pb2.GeometryDict()
+def _geometries(blob: bytes) -> tables_pb.GeometryDict:
+    message = tables_pb.GeometryDict()
     parse_content("geometries", message, blob)
     return message
 
 
-def _names(blob: bytes) -> tables_pb2.NameSet:
-    from reshard.proto.v1 import tables_pb2
-
-    message = tables_pb2.NameSet()
+def _names(blob: bytes) -> tables_pb.NameSet:
+    message = tables_pb.NameSet()
     parse_content("names", message, blob)
     return message
 
 
-def _canonical(message: Message) -> bytes:
+def _canonical(message: protobuf.Message) -> bytes:
     """Bytes of the message without fields that this version does not know."""
     message.DiscardUnknownFields()  # type: ignore[no-untyped-call, unused-ignore]
     return message.SerializeToString(deterministic=True)

@@ -1,36 +1,21 @@
-"""How does a worker talk to the rendezvous? :class:`AsyncRendezvous`, and :class:`Rendezvous` for threads.
+"""How does a worker talk to the rendezvous from threads? :class:`Rendezvous`.
 
-Both have the same calls. ``connect`` reaches a service, ``in_process`` is one without a server. The synchronous client
-runs the asynchronous one on a loop thread that all clients of the process share, so it may be used from any thread. A
-worker's heartbeat runs in the client and survives reconnects for as long as the TTL lasts.
+It has the calls of :class:`~reshard.rendezvous.aio.AsyncRendezvous` and runs them on an event loop in a daemon thread
+that all synchronous clients of the process share. It may be used from any thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-import random
 import threading
-import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
 from typing import TypeVar
 
 from reshard.planner.shards import ShardPart
-from reshard.rendezvous import limits
-from reshard.rendezvous.backend import Answer, Backend, LocalBackend
-from reshard.rendezvous.broker import VersionEvent, new_id
-from reshard.rendezvous.errors import (
-    InvalidRequestError,
-    RendezvousError,
-    StaleError,
-    TransactionError,
-    WorkerLostError,
-)
-from reshard.rendezvous.records import Vote
-from reshard.rendezvous.transactions import Join
+from reshard.rendezvous.aio import CALL_S, AsyncRendezvous, AsyncWorker
+from reshard.rendezvous.broker import VersionEvent
+from reshard.rendezvous.errors import RendezvousError
 from reshard.rendezvous.types import (
     Description,
     Facts,
@@ -38,391 +23,14 @@ from reshard.rendezvous.types import (
     Manifest,
     Progress,
     SlotRecord,
+    TLSFiles,
     VersionKey,
     WorkerInfo,
 )
 
-__all__ = ["AsyncRendezvous", "AsyncWorker", "Rendezvous", "TLSFiles", "Worker"]
+__all__ = ["AsyncRendezvous", "Rendezvous", "TLSFiles", "Worker"]
 
-_log = logging.getLogger(__name__)
 T = TypeVar("T")
-_CALL_S = 30.0
-_KEPT_TRANSACTIONS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class TLSFiles:
-    """Paths of a client's TLS files, PEM.
-
-    `ca` None trusts the system's roots; `cert` and `key` go together (mutual TLS).
-    """
-
-    ca: str | None = None
-    cert: str | None = None
-    key: str | None = None
-    server_name: str | None = None
-
-
-@dataclass(slots=True)
-class _Part:
-    """What a client remembers of a transaction that it joined as `member`."""
-
-    worker_id: str
-    identity: bytes
-
-
-class AsyncWorker:
-    """A registered process life. Its heartbeat runs until it is closed or lost."""
-
-    def __init__(self, client: AsyncRendezvous, worker_id: str, info: WorkerInfo, ttl_s: float) -> None:
-        self.id = worker_id
-        self.info = info
-        self.ttl_s = ttl_s
-        self._client = client
-        self._lost = False
-        self._alive_until_s = time.monotonic() + ttl_s
-        self._task = asyncio.get_running_loop().create_task(self._beat_forever())
-
-    @property
-    def lost(self) -> bool:
-        """Whether the service said so, or no beat was acknowledged within the TTL. It stays so: register anew."""
-        return self._lost or time.monotonic() >= self._alive_until_s
-
-    async def close(self) -> None:
-        """Stop the heartbeat and tell the service, if it can be reached."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        if not self.lost:
-            try:
-                await self._client.backend.unregister(self.id, 2.0)
-            except RendezvousError as error:
-                _log.info("worker %s could not be ended, its TTL will: %s", self.info.name, error)
-        self._lost = True
-
-    async def _beat_forever(self) -> None:
-        def on_sent(sent_s: float) -> None:
-            self._alive_until_s = sent_s + self.ttl_s
-
-        backoff_s = 0.05
-        while not self.lost:
-            started = time.monotonic()
-            try:
-                await self._client.backend.heartbeat(self.id, self.ttl_s / 3, on_sent)
-            except WorkerLostError as error:
-                _log.warning("worker %s: %s", self.info.name, error)
-                self._lost = True
-            except RendezvousError as error:
-                _log.info("heartbeat of %s broke, it is resumed: %s", self.info.name, error)
-                backoff_s = 0.05 if time.monotonic() - started > 1.0 else min(backoff_s * 2, 1.0)
-                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311
-        self._lost = True
-
-
-class AsyncRendezvous:
-    """The rendezvous' calls, for asyncio. Use it on one event loop.
-
-    Every call takes `timeout_s`, seconds, finite and over 0, and raises errors of :mod:`reshard.rendezvous.errors`
-    only: an outage is :class:`RendezvousUnavailableError`, never an empty answer.
-    """
-
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
-        self._workers: set[AsyncWorker] = set()
-        self._parts: dict[tuple[str, str], _Part] = {}
-
-    @classmethod
-    def in_process(cls) -> AsyncRendezvous:
-        """A rendezvous of this process alone, with no server and no optional package."""
-        return cls(LocalBackend())
-
-    @classmethod
-    def connect(cls, address: str, *, token: str | None = None, tls: TLSFiles | None = None) -> AsyncRendezvous:
-        """A client of the service at ``host:port``. Nothing is sent yet.
-
-        Parameters
-        ----------
-        address
-            ``host:port``.
-        token
-            Bearer token, if the service wants one.
-        tls
-            TLS files; None speaks plain text.
-        """
-        from reshard.rendezvous.remote import RemoteBackend
-
-        return cls(RemoteBackend(address, token=token, tls=tls))
-
-    async def __aenter__(self) -> AsyncRendezvous:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
-
-    async def register(self, info: WorkerInfo, *, ttl_s: float = 10.0, timeout_s: float = _CALL_S) -> AsyncWorker:
-        """Register this process life under a fresh id, and keep it alive."""
-        limits.check_ttl("ttl_s", ttl_s)
-        worker_id = new_id()
-        await self.backend.register(worker_id, info, ttl_s, _timeout(timeout_s))
-        worker = AsyncWorker(self, worker_id, info, ttl_s)
-        self._workers.add(worker)
-        return worker
-
-    async def put_table(self, part: ShardPart, *, timeout_s: float = _CALL_S) -> bytes:
-        """Put a table; returns its digest. What the service has already is not sent."""
-        return await self.backend.put_table(part, _timeout(timeout_s))
-
-    async def get_tables(self, digests: Sequence[bytes], *, timeout_s: float = _CALL_S) -> dict[bytes, ShardPart]:
-        """Get tables by digest. Their holder is a placeholder; see ``ShardPart.with_holder``."""
-        checked = [limits.check_digest(f"digests[{i}]", digest) for i, digest in enumerate(digests)]
-        return await self.backend.get_tables(checked, _timeout(timeout_s))
-
-    async def open_epoch(self, model: str, run_id: str, *, timeout_s: float = _CALL_S) -> int:
-        """Give a run of a trainer its epoch: the same for all its ranks, a new one for each run."""
-        limits.check_name("model", model)
-        limits.check_name("run_id", run_id)
-        return await self.backend.open_epoch(model, run_id, _timeout(timeout_s))
-
-    async def open_version(
-        self, key: VersionKey, slots: Sequence[str], *, layout_epoch: int = 0, timeout_s: float = _CALL_S
-    ) -> str:
-        """Open a version with all the slots it needs, or agree with whoever did. Returns its uid."""
-        names = limits.check_names("slots", slots, at_most=limits.MAX_SLOTS)
-        limits.check_int("layout_epoch", layout_epoch, at_least=0, at_most=2**62)
-        return await self.backend.open_version(key, names, layout_epoch, _timeout(timeout_s))
-
-    async def publish_slot(
-        self, uid: str, record: SlotRecord, worker: AsyncWorker | Worker, *, timeout_s: float = _CALL_S
-    ) -> None:
-        """Fill a slot of a version; the last one makes it ready."""
-        limits.check_id("uid", uid)
-        _require_live(worker)
-        if record.worker_id != worker.id:
-            raise RendezvousError(f"slot {record.slot!r} names worker {record.worker_id}, published by {worker.id}")
-        await self.backend.publish_slot(uid, record, _timeout(timeout_s))
-
-    async def await_version(
-        self,
-        model: str,
-        *,
-        group: str,
-        members: Sequence[str],
-        member: str,
-        worker: AsyncWorker | Worker,
-        want: VersionKey | int | str = "latest",
-        after: VersionKey | None = None,
-        lease_ttl_s: float = 30.0,
-        transaction_timeout_s: float = 600.0,
-        timeout_s: float,
-        on_progress: Callable[[Progress], None] | None = None,
-    ) -> Manifest:
-        """Wait for a complete version, join the group's transaction to it, and take a lease, in one call.
-
-        Parameters
-        ----------
-        model, group, members, member
-            Which group asks, all its members, and which of them this is.
-        worker
-            This process life, a receiver.
-        want
-            ``"latest"``, a step of the current epoch, or a whole key. If the group has an open transaction, its version
-            is what members get; asking for another step is a TransactionError.
-        after
-            With ``"latest"``: only a newer version than this opens a transaction.
-        lease_ttl_s
-            How long the lease lasts unless renewed.
-        transaction_timeout_s
-            How long the service waits for all votes, and then again for all installations.
-        on_progress
-            Hears now and then what is missing.
-
-        Raises
-        ------
-        RendezvousTimeoutError
-            Naming missing slots, lost workers and empty tables.
-        EqualityError, StaleError
-            The step asked for was refused, or is gone.
-        """
-        step, epoch = _split_want(model, want)
-        limits.check_name("model", model)
-        wish = Join(
-            model=model,
-            group=limits.check_name("group", group),
-            members=limits.check_names("members", members, at_most=limits.MAX_MEMBERS),
-            member=limits.check_name("member", member),
-            worker_id=_require_live(worker),
-            epoch=epoch,
-            step=step,
-            after=after,
-            lease_ttl_s=limits.check_ttl("lease_ttl_s", lease_ttl_s),
-            transaction_timeout_s=limits.check_timeout("transaction_timeout_s", transaction_timeout_s),
-            new_transaction=new_id(),
-            new_lease=new_id(),
-        )
-        answer = await self.backend.await_version(wish, _timeout(timeout_s), on_progress or _ignore)
-        self._remember(answer, member, worker.id)
-        return Manifest(
-            version=answer.key,
-            uid=answer.uid,
-            layout_epoch=answer.layout_epoch,
-            transaction=answer.transaction,
-            members=answer.members,
-            slots=answer.slots,
-            lease=Lease(answer.lease_id, answer.uid, answer.lease_ttl_s, time.monotonic()),
-        )
-
-    def _remember(self, answer: Answer, member: str, worker_id: str) -> None:
-        self._parts[answer.transaction, member] = _Part(worker_id, answer.identity)
-        while len(self._parts) > _KEPT_TRANSACTIONS * max(len(self._workers), 1):
-            self._parts.pop(next(iter(self._parts)))
-
-    async def watch_versions(self, model: str, *, timeout_s: float) -> AsyncGenerator[VersionEvent, None]:
-        """Yield versions of a model as they become offered, and again when they no longer are, for `timeout_s`."""
-        limits.check_name("model", model)
-        async with aclosing(self.backend.watch_versions(model, _timeout(timeout_s))) as events:
-            async for event in events:
-                yield event
-
-    async def renew_lease(self, lease: Lease, *, ttl_s: float | None = None, timeout_s: float = _CALL_S) -> Lease:
-        """Prolong a lease; the returned one counts from the moment this was sent. LeaseError if it had ended."""
-        ttl_s = lease.ttl_s if ttl_s is None else limits.check_ttl("ttl_s", ttl_s)
-        sent_s = time.monotonic()
-        await self.backend.renew_lease(lease.version_uid, lease.id, ttl_s, _timeout(timeout_s))
-        return Lease(lease.id, lease.version_uid, ttl_s, sent_s)
-
-    async def release_lease(self, lease: Lease, *, timeout_s: float = _CALL_S) -> None:
-        """End a lease; one that has ended is no error."""
-        await self.backend.release_lease(lease.version_uid, lease.id, _timeout(timeout_s))
-
-    async def close_admission(self, uid: str, *, timeout_s: float = _CALL_S) -> None:
-        """Grant no new leases on a version."""
-        await self.backend.close_admission(limits.check_id("uid", uid), _timeout(timeout_s))
-
-    async def wait_leases(self, uid: str, *, timeout_s: float) -> None:
-        """Wait until no lease on a version lives: with :meth:`close_admission` before it, the fence."""
-        await self.backend.wait_leases(limits.check_id("uid", uid), _timeout(timeout_s))
-
-    async def retire(self, uid: str, *, timeout_s: float = _CALL_S) -> bool:
-        """Close admission and let the version go with its last lease; tells whether it is gone now."""
-        return await self.backend.retire(limits.check_id("uid", uid), _timeout(timeout_s))
-
-    async def vote(
-        self,
-        transaction: str,
-        member: str,
-        yes: bool,
-        *,
-        reason: str = "",
-        plan_digest: bytes = b"",
-        names_consumed: Sequence[str] = (),
-        allow_unconsumed: Sequence[str] = (),
-        wire_bytes: int = 0,
-        timeout_s: float,
-    ) -> Facts:
-        """Vote, and wait for the decision.
-
-        Parameters
-        ----------
-        transaction, member
-            As awaited through this client.
-        yes
-            Ready to install; after a yes this member no longer decides by itself.
-        reason
-            Of a no, for people.
-        plan_digest
-            Kept with the vote.
-        names_consumed
-            Source tensors that this member's plan reads. The union over the group must cover all published names but
-            those that match `allow_unconsumed`, or the decision is ABORT.
-        allow_unconsumed
-            ``fnmatch`` patterns of names that nobody need consume; ``*`` allows all.
-        wire_bytes
-            Bytes that the plan reads; a group with none is aborted.
-
-        Returns
-        -------
-        Facts
-            ``decision`` is COMMIT, ABORT, or UNKNOWN where the service has no record of the transaction.
-
-        Raises
-        ------
-        RendezvousTimeoutError, RendezvousUnavailableError
-            The decision was not learned: after a yes the member is in doubt, and must ask (:meth:`ask_decision`).
-        """
-        deadline = time.monotonic() + _timeout(timeout_s)
-        part = self._part(transaction, member)
-        digest = await self.backend.put_names(names_consumed, timeout_s) if yes else b""
-        vote = Vote(
-            yes=yes,
-            reason=limits.check_name("reason", reason[:1024], empty_ok=True),
-            identity=part.identity,
-            plan_digest=limits.check_bytes("plan_digest", plan_digest, at_most=64),
-            names_digest=digest,
-            allow_unconsumed=limits.check_names("allow_unconsumed", allow_unconsumed, at_least=0, at_most=4096),
-            wire_bytes=limits.check_int("wire_bytes", wire_bytes, at_least=0, at_most=2**62),
-        )
-        while True:
-            left_s = max(deadline - time.monotonic(), 0.001)
-            try:
-                return await self.backend.vote(transaction, member, part.worker_id, vote, left_s)
-            except StaleError:
-                if time.monotonic() >= deadline or not yes:
-                    raise
-                await self.backend.put_names(names_consumed, left_s, again=True)
-
-    async def installed(self, transaction: str, member: str, ok: bool, *, reason: str = "", timeout_s: float) -> Facts:
-        """Say whether installing succeeded, and wait for the outcome: SERVE, QUARANTINE or UNKNOWN."""
-        part = self._part(transaction, member)
-        reason = limits.check_name("reason", reason[:1024], empty_ok=True)
-        return await self.backend.installed(transaction, member, part.worker_id, ok, reason, _timeout(timeout_s))
-
-    async def ask_decision(self, transaction: str, *, wait_s: float = 0.0, timeout_s: float = _CALL_S) -> Facts:
-        """Ask for a transaction's facts; `wait_s` waits that long for the next one that is open."""
-        limits.check_id("transaction", transaction)
-        if wait_s:
-            limits.check_timeout("wait_s", wait_s)
-        return await self.backend.ask(transaction, wait_s, _timeout(timeout_s))
-
-    async def describe(self, *, timeout_s: float = _CALL_S) -> Description:
-        """Describe everything that the service knows."""
-        return await self.backend.describe(_timeout(timeout_s))
-
-    async def close(self) -> None:
-        """End the workers registered here, and the connection."""
-        await asyncio.gather(*(worker.close() for worker in self._workers))
-        self._workers.clear()
-        await self.backend.close()
-
-    def _part(self, transaction: str, member: str) -> _Part:
-        part = self._parts.get((transaction, member))
-        if part is None:
-            raise TransactionError(f"{member!r} did not join transaction {transaction!r} through this client")
-        return part
-
-
-def _timeout(timeout_s: float) -> float:
-    return limits.check_timeout("timeout_s", timeout_s)
-
-
-def _require_live(worker: AsyncWorker | Worker) -> str:
-    if worker.lost:
-        raise WorkerLostError(f"worker {worker.info.name!r} ({worker.id}) is lost; register anew")
-    return worker.id
-
-
-def _split_want(model: str, want: VersionKey | int | str) -> tuple[int | None, int | None]:
-    """Return (step, epoch), None for the latest and for the current."""
-    if isinstance(want, VersionKey):
-        if want.model != model:
-            raise InvalidRequestError("want", f"{want} is no version of {model!r}")
-        return want.step, want.epoch
-    if isinstance(want, str):
-        limits.check_choice("want", want, ("latest",))
-        return None, None
-    return limits.check_int("want", want, at_least=0, at_most=2**62), None
-
-
-def _ignore(progress: Progress) -> None:
-    _log.debug("waiting: %s", progress.message)
 
 
 class _LoopThread:
@@ -492,7 +100,10 @@ class Worker:
 
 
 class Rendezvous:
-    """The rendezvous' calls, for any thread. See :class:`AsyncRendezvous`, whose parameters and errors these are."""
+    """The rendezvous' calls, for any thread.
+
+    See :class:`~reshard.rendezvous.aio.AsyncRendezvous`, whose parameters and errors these are.
+    """
 
     def __init__(self, client: AsyncRendezvous, thread: _LoopThread) -> None:
         self._client = client
@@ -519,31 +130,31 @@ class Rendezvous:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def register(self, info: WorkerInfo, *, ttl_s: float = 10.0, timeout_s: float = _CALL_S) -> Worker:
+    def register(self, info: WorkerInfo, *, ttl_s: float = 10.0, timeout_s: float = CALL_S) -> Worker:
         """Register this process life under a fresh id, and keep it alive."""
         worker = self._thread.call(self._client.register(info, ttl_s=ttl_s, timeout_s=timeout_s))
         return Worker(worker, self._thread)
 
-    def put_table(self, part: ShardPart, *, timeout_s: float = _CALL_S) -> bytes:
+    def put_table(self, part: ShardPart, *, timeout_s: float = CALL_S) -> bytes:
         """Put a table; returns its digest."""
         return self._thread.call(self._client.put_table(part, timeout_s=timeout_s))
 
-    def get_tables(self, digests: Sequence[bytes], *, timeout_s: float = _CALL_S) -> dict[bytes, ShardPart]:
+    def get_tables(self, digests: Sequence[bytes], *, timeout_s: float = CALL_S) -> dict[bytes, ShardPart]:
         """Get tables by digest."""
         return self._thread.call(self._client.get_tables(digests, timeout_s=timeout_s))
 
-    def open_epoch(self, model: str, run_id: str, *, timeout_s: float = _CALL_S) -> int:
+    def open_epoch(self, model: str, run_id: str, *, timeout_s: float = CALL_S) -> int:
         """Give a run of a trainer its epoch."""
         return self._thread.call(self._client.open_epoch(model, run_id, timeout_s=timeout_s))
 
     def open_version(
-        self, key: VersionKey, slots: Sequence[str], *, layout_epoch: int = 0, timeout_s: float = _CALL_S
+        self, key: VersionKey, slots: Sequence[str], *, layout_epoch: int = 0, timeout_s: float = CALL_S
     ) -> str:
         """Open a version, or agree with whoever did. Returns its uid."""
         work = self._client.open_version(key, slots, layout_epoch=layout_epoch, timeout_s=timeout_s)
         return self._thread.call(work)
 
-    def publish_slot(self, uid: str, record: SlotRecord, worker: Worker, *, timeout_s: float = _CALL_S) -> None:
+    def publish_slot(self, uid: str, record: SlotRecord, worker: Worker, *, timeout_s: float = CALL_S) -> None:
         """Fill a slot of a version; the last one makes it ready."""
         self._thread.call(self._client.publish_slot(uid, record, worker, timeout_s=timeout_s))
 
@@ -588,15 +199,15 @@ class Rendezvous:
         finally:
             self._thread.call(_close(events))
 
-    def renew_lease(self, lease: Lease, *, ttl_s: float | None = None, timeout_s: float = _CALL_S) -> Lease:
+    def renew_lease(self, lease: Lease, *, ttl_s: float | None = None, timeout_s: float = CALL_S) -> Lease:
         """Prolong a lease; the returned one counts from the moment this was sent."""
         return self._thread.call(self._client.renew_lease(lease, ttl_s=ttl_s, timeout_s=timeout_s))
 
-    def release_lease(self, lease: Lease, *, timeout_s: float = _CALL_S) -> None:
+    def release_lease(self, lease: Lease, *, timeout_s: float = CALL_S) -> None:
         """End a lease; one that has ended is no error."""
         self._thread.call(self._client.release_lease(lease, timeout_s=timeout_s))
 
-    def close_admission(self, uid: str, *, timeout_s: float = _CALL_S) -> None:
+    def close_admission(self, uid: str, *, timeout_s: float = CALL_S) -> None:
         """Grant no new leases on a version."""
         self._thread.call(self._client.close_admission(uid, timeout_s=timeout_s))
 
@@ -604,7 +215,7 @@ class Rendezvous:
         """Wait until no lease on a version lives."""
         self._thread.call(self._client.wait_leases(uid, timeout_s=timeout_s))
 
-    def retire(self, uid: str, *, timeout_s: float = _CALL_S) -> bool:
+    def retire(self, uid: str, *, timeout_s: float = CALL_S) -> bool:
         """Close admission and let the version go with its last lease; tells whether it is gone now."""
         return self._thread.call(self._client.retire(uid, timeout_s=timeout_s))
 
@@ -640,11 +251,11 @@ class Rendezvous:
         """Say whether installing succeeded, and wait for the outcome."""
         return self._thread.call(self._client.installed(transaction, member, ok, reason=reason, timeout_s=timeout_s))
 
-    def ask_decision(self, transaction: str, *, wait_s: float = 0.0, timeout_s: float = _CALL_S) -> Facts:
+    def ask_decision(self, transaction: str, *, wait_s: float = 0.0, timeout_s: float = CALL_S) -> Facts:
         """Ask for a transaction's facts."""
         return self._thread.call(self._client.ask_decision(transaction, wait_s=wait_s, timeout_s=timeout_s))
 
-    def describe(self, *, timeout_s: float = _CALL_S) -> Description:
+    def describe(self, *, timeout_s: float = CALL_S) -> Description:
         """Describe everything that the service knows."""
         return self._thread.call(self._client.describe(timeout_s=timeout_s))
 

@@ -7,18 +7,17 @@ bytes, its bytes transposed, all columns put one after another, and the whole co
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.planner.errors import require
 from reshard.rendezvous.errors import InvalidRequestError
+from reshard.rendezvous.optional import tables_pb
 
 if TYPE_CHECKING:
     from types import ModuleType
-
-    from reshard.proto.v1 import tables_pb2
 
 __all__ = ["compress", "decompress", "pack_columns", "pack_names", "unpack_columns", "unpack_names"]
 
@@ -27,7 +26,6 @@ Int64 = npt.NDArray[np.int64]
 _LEVEL = 12  # tables are encoded once, by their publisher, and decoded by all receivers
 _WIDTHS = ((1, np.uint8), (2, np.uint16), (4, np.uint32), (8, np.uint64))
 _U64 = 2**64
-M = TypeVar("M")
 
 
 def _zstd() -> ModuleType:
@@ -61,7 +59,7 @@ def decompress(field: str, frame: bytes, n_bytes: int) -> bytes:
     return data
 
 
-def pack_columns(columns: Iterable[Int64]) -> tuple[list[tables_pb2.Column], bytes]:
+def pack_columns(columns: Iterable[Int64]) -> tuple[list[tables_pb.Column], bytes]:
     """Describe columns and compress them into one frame.
 
     For each, the transform that compresses best is taken.
@@ -70,35 +68,31 @@ def pack_columns(columns: Iterable[Int64]) -> tuple[list[tables_pb2.Column], byt
     return [meta for meta, _ in packed], compress(b"".join(data for _, data in packed))
 
 
-def _pack_column(column: Int64) -> tuple[tables_pb2.Column, bytes]:
-    from reshard.proto.v1 import tables_pb2
-
+def _pack_column(column: Int64) -> tuple[tables_pb.Column, bytes]:
     if not column.size:
-        return tables_pb2.Column(transform=tables_pb2.TRANSFORM_CONSTANT), b""
+        return tables_pb.Column(transform=tables_pb.TRANSFORM_CONSTANT), b""
     low, high = int(column.min()), int(column.max())
     if low == high:
-        return tables_pb2.Column(transform=tables_pb2.TRANSFORM_CONSTANT, base=low), b""
+        return tables_pb.Column(transform=tables_pb.TRANSFORM_CONSTANT, base=low), b""
     delta = np.diff(column, prepend=np.int64(0))
     candidates = [
-        _store(column, tables_pb2.TRANSFORM_RAW),
-        _store(delta, tables_pb2.TRANSFORM_DELTA),
+        _store(column, tables_pb.TRANSFORM_RAW),
+        _store(delta, tables_pb.TRANSFORM_DELTA),
     ]
     return min(candidates, key=lambda candidate: len(_zstd().compress(candidate[1], 3)))
 
 
-def _store(values: Int64, transform: tables_pb2.Transform) -> tuple[tables_pb2.Column, bytes]:
-    from reshard.proto.v1 import tables_pb2
-
+def _store(values: Int64, transform: tables_pb.Transform) -> tuple[tables_pb.Column, bytes]:
     base = int(values.min())
     stored = values.view(np.uint64) - np.uint64(base % _U64)
     top = int(stored.max())
     width, dtype = next((w, d) for w, d in _WIDTHS if top < 1 << (8 * w))
     planes = stored.astype(dtype).astype(f"<u{width}", copy=False).view(np.uint8).reshape(-1, width)
-    meta = tables_pb2.Column(transform=transform, width=width, base=base)
+    meta = tables_pb.Column(transform=transform, width=width, base=base)
     return meta, planes.T.tobytes()
 
 
-def unpack_columns(field: str, metas: Sequence[tables_pb2.Column], lengths: Sequence[int], frame: bytes) -> list[Int64]:
+def unpack_columns(field: str, metas: Sequence[tables_pb.Column], lengths: Sequence[int], frame: bytes) -> list[Int64]:
     """Decode a frame into its columns.
 
     Parameters
@@ -117,17 +111,15 @@ def unpack_columns(field: str, metas: Sequence[tables_pb2.Column], lengths: Sequ
     InvalidRequestError
         Another number of columns, a bad width or transform, or a frame that does not match.
     """
-    from reshard.proto.v1 import tables_pb2
-
     if len(metas) != len(lengths):
         raise InvalidRequestError(f"{field}.columns", f"{len(metas)} columns, expected {len(lengths)}")
     n_bytes = 0
     for i, (meta, length) in enumerate(zip(metas, lengths, strict=True)):
-        constant = meta.transform == tables_pb2.TRANSFORM_CONSTANT
+        constant = meta.transform == tables_pb.TRANSFORM_CONSTANT
         if meta.transform not in (
-            tables_pb2.TRANSFORM_RAW,
-            tables_pb2.TRANSFORM_DELTA,
-            tables_pb2.TRANSFORM_CONSTANT,
+            tables_pb.TRANSFORM_RAW,
+            tables_pb.TRANSFORM_DELTA,
+            tables_pb.TRANSFORM_CONSTANT,
         ):
             raise InvalidRequestError(f"{field}.columns[{i}].transform", f"unknown value {meta.transform}")
         if meta.width not in ((0,) if constant else (1, 2, 4, 8)):
@@ -137,7 +129,7 @@ def unpack_columns(field: str, metas: Sequence[tables_pb2.Column], lengths: Sequ
     columns: list[Int64] = []
     at = 0
     for meta, length in zip(metas, lengths, strict=True):
-        if meta.transform == tables_pb2.TRANSFORM_CONSTANT:
+        if meta.transform == tables_pb.TRANSFORM_CONSTANT:
             columns.append(_frozen(np.full(length, meta.base, np.int64)))
             continue
         width = meta.width
@@ -149,7 +141,7 @@ def unpack_columns(field: str, metas: Sequence[tables_pb2.Column], lengths: Sequ
             values = np.ascontiguousarray(planes.T).view(f"<u{width}").reshape(length).astype(np.int64)
         if meta.base:
             values += np.int64(meta.base)
-        if meta.transform == tables_pb2.TRANSFORM_DELTA:
+        if meta.transform == tables_pb.TRANSFORM_DELTA:
             np.cumsum(values, out=values)
         columns.append(_frozen(values))
     return columns

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +28,7 @@ from reshard.rendezvous.columns import (
     unpack_names,
 )
 from reshard.rendezvous.errors import InvalidRequestError
-
-if TYPE_CHECKING:
-    from reshard.proto.v1 import tables_pb2
+from reshard.rendezvous.optional import tables_pb
 
 __all__ = [
     "geometries_from_message",
@@ -50,25 +47,23 @@ _UNKNOWN = Holder("-")
 Bool = npt.NDArray[np.bool_]
 
 
-def tensors_to_message(tensors: TensorDict) -> tables_pb2.TensorDict:
+def tensors_to_message(tensors: TensorDict) -> tables_pb.TensorDict:
     """Encode a tensor dictionary."""
-    from reshard.proto.v1 import tables_pb2
-
     columns, frame = pack_columns(
         [np.diff(tensors.name_offsets), tensors.dtype_code, tensors.ndim, *_real_dims(tensors.ndim, tensors.shape)]
     )
-    return tables_pb2.TensorDict(
+    return tables_pb.TensorDict(
         n_tensors=len(tensors),
         names_bytes=len(tensors.names_blob),
         columns=columns,
         dim_rows=_dim_rows(tensors.ndim),
         frame=frame,
         names_frame=compress(tensors.names_blob),
-        axes=[tables_pb2.TensorAxes(tensor=i, axes=axes) for i, axes in sorted(tensors.axes.items())],
+        axes=[tables_pb.TensorAxes(tensor=i, axes=axes) for i, axes in sorted(tensors.axes.items())],
     )
 
 
-def tensors_from_message(message: tables_pb2.TensorDict, digest: bytes) -> TensorDict:
+def tensors_from_message(message: tables_pb.TensorDict, digest: bytes) -> TensorDict:
     """Decode a tensor dictionary and check its digest.
 
     Raises
@@ -93,20 +88,18 @@ def tensors_from_message(message: tables_pb2.TensorDict, digest: bytes) -> Tenso
     return tensors
 
 
-def geometries_to_message(geometries: GeometryDict) -> tables_pb2.GeometryDict:
+def geometries_to_message(geometries: GeometryDict) -> tables_pb.GeometryDict:
     """Encode a geometry dictionary."""
-    from reshard.proto.v1 import tables_pb2
-
     starts = _real_dims(geometries.ndim, geometries.start)
     stops = _real_dims(geometries.ndim, geometries.stop)
     dims = [column for a, b in zip(starts, stops, strict=True) for column in (a, b - a)]
     columns, frame = pack_columns([geometries.ndim, *dims])
-    return tables_pb2.GeometryDict(
+    return tables_pb.GeometryDict(
         n_geometries=len(geometries), columns=columns, dim_rows=_dim_rows(geometries.ndim), frame=frame
     )
 
 
-def geometries_from_message(message: tables_pb2.GeometryDict, digest: bytes) -> GeometryDict:
+def geometries_from_message(message: tables_pb.GeometryDict, digest: bytes) -> GeometryDict:
     """Decode a geometry dictionary and check its digest; errors as for tensors."""
     n = limits.check_int("geometries.n_geometries", message.n_geometries, at_least=0, at_most=limits.MAX_ROWS)
     _, dims = _unpack_dims("geometries", message, n, n_heads=0, per_dim=2)
@@ -118,22 +111,20 @@ def geometries_from_message(message: tables_pb2.GeometryDict, digest: bytes) -> 
     return geometries
 
 
-def part_to_message(part: ShardPart) -> tables_pb2.ShardPart:
+def part_to_message(part: ShardPart) -> tables_pb.ShardPart:
     """Encode a part, without its holder; its dictionaries go by digest."""
-    from reshard.proto.v1 import tables_pb2
-
     plain, plain_unit = _scaled(part.offset_bytes)
     gaps = part.offset_bytes - _bump(part.tensors, part.geometries, part.tensor_id, part.geometry_id)
     bump, bump_unit = _scaled(np.diff(gaps, prepend=np.int64(0)))
     codings = (
-        (tables_pb2.OFFSET_CODING_BUMP, bump, bump_unit),
-        (tables_pb2.OFFSET_CODING_PLAIN, plain, plain_unit),
+        (tables_pb.OFFSET_CODING_BUMP, bump, bump_unit),
+        (tables_pb.OFFSET_CODING_PLAIN, plain, plain_unit),
     )
     coding, offsets, unit = min(codings, key=lambda row: len(pack_columns([row[1]])[1]))
     columns, frame = pack_columns(
         [part.tensor_id, part.geometry_id, part.region, part.replica_group, offsets, part.region_bytes]
     )
-    return tables_pb2.ShardPart(
+    return tables_pb.ShardPart(
         tensors_digest=part.tensors.digest,
         geometries_digest=part.geometries.digest,
         n_rows=len(part),
@@ -148,7 +139,7 @@ def part_to_message(part: ShardPart) -> tables_pb2.ShardPart:
 
 
 def part_from_message(
-    message: tables_pb2.ShardPart, tensors: TensorDict, geometries: GeometryDict, digest: bytes
+    message: tables_pb.ShardPart, tensors: TensorDict, geometries: GeometryDict, digest: bytes
 ) -> ShardPart:
     """Decode a part with its dictionaries and check its digest. The holder is a placeholder: see ``with_holder``.
 
@@ -157,8 +148,6 @@ def part_from_message(
     InvalidRequestError
         As for dictionaries.
     """
-    from reshard.proto.v1 import tables_pb2
-
     n = limits.check_int("part.n_rows", message.n_rows, at_least=0, at_most=limits.MAX_ROWS)
     n_regions = limits.check_int("part.n_regions", message.n_regions, at_least=0, at_most=limits.MAX_REGIONS)
     unit = limits.check_int("part.offset_unit", message.offset_unit, at_least=1, at_most=2**62)
@@ -170,10 +159,10 @@ def part_from_message(
     _check_ids("part.geometry_id", geometry_id, len(geometries))
     if unit != 1:
         offsets = offsets * np.int64(unit)
-    if message.offset_coding == tables_pb2.OFFSET_CODING_BUMP:
+    if message.offset_coding == tables_pb.OFFSET_CODING_BUMP:
         offsets = np.cumsum(offsets)
         offsets += _bump(tensors, geometries, tensor_id, geometry_id)
-    elif message.offset_coding != tables_pb2.OFFSET_CODING_PLAIN:
+    elif message.offset_coding != tables_pb.OFFSET_CODING_PLAIN:
         raise InvalidRequestError("part.offset_coding", f"unknown value {message.offset_coding}")
     with _planner_says("part"):
         part = ShardPart(
@@ -198,16 +187,14 @@ def names_digest(names: Sequence[str]) -> bytes:
     return hashlib.sha256("".join(f"{name}\0" for name in sorted(set(names))).encode()).digest()
 
 
-def names_to_message(names: Iterable[str]) -> tables_pb2.NameSet:
+def names_to_message(names: Iterable[str]) -> tables_pb.NameSet:
     """Encode a set of names."""
-    from reshard.proto.v1 import tables_pb2
-
     ordered = sorted(set(names))
     n_bytes, frame = pack_names(ordered)
-    return tables_pb2.NameSet(n_names=len(ordered), names_bytes=n_bytes, frame=frame)
+    return tables_pb.NameSet(n_names=len(ordered), names_bytes=n_bytes, frame=frame)
 
 
-def names_from_message(message: tables_pb2.NameSet, digest: bytes) -> frozenset[str]:
+def names_from_message(message: tables_pb.NameSet, digest: bytes) -> frozenset[str]:
     """Decode a set of names and check its digest."""
     n = limits.check_int("names.n_names", message.n_names, at_least=0, at_most=limits.MAX_ROWS)
     n_bytes = limits.check_int("names.names_bytes", message.names_bytes, at_least=0, at_most=_MAX_NAMES_BYTES)
@@ -239,7 +226,7 @@ class _Dims:
 
 def _unpack_dims(
     field: str,
-    message: tables_pb2.TensorDict | tables_pb2.GeometryDict,
+    message: tables_pb.TensorDict | tables_pb.GeometryDict,
     n: int,
     *,
     n_heads: int,

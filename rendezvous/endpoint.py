@@ -13,24 +13,23 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-import grpc
-from google.protobuf.message import Message
-
-from reshard.proto.v1 import rendezvous_pb2 as pb
 from reshard.rendezvous.catalog import parse_content
 from reshard.rendezvous.errors import RendezvousError, RendezvousUnavailableError
 from reshard.rendezvous.faults import DETAIL_KEY, status_of, to_detail
 from reshard.rendezvous.handlers import Handlers
+from reshard.rendezvous.optional import grpc, pb, protobuf
 
 __all__ = ["SERVICE", "Call", "Endpoint", "Guard", "Telemetry"]
 
-SERVICE = pb.DESCRIPTOR.services_by_name["RendezvousService"].full_name
+SERVICE = "reshard.proto.v1.RendezvousService"
 _log = logging.getLogger(__name__)
 _access = logging.getLogger("reshard.rendezvous.access")
 
-Context = grpc.aio.ServicerContext[bytes, bytes]
+if TYPE_CHECKING:
+    Context = grpc.aio.ServicerContext[bytes, bytes]
+
 T = TypeVar("T")
 
 
@@ -103,31 +102,31 @@ class Endpoint:
             task.cancel()
 
     def _method(self, name: str, streams_in: bool, streams_out: bool) -> grpc.RpcMethodHandler[bytes, bytes]:
-        request_type: type[Message] = getattr(pb, f"{name}Request")
+        request_type: type[protobuf.Message] = getattr(pb, f"{name}Request")
         serve = getattr(self._handlers, _snake(name))
 
-        def parse(raw: bytes, call: Call) -> Message:
+        def parse(raw: bytes, call: Call) -> protobuf.Message:
             call.n_received += 1
             call.received_bytes += len(raw)
             message = request_type()
             parse_content(request_type.DESCRIPTOR.name, message, raw)
             return message
 
-        async def parsed(raws: AsyncIterator[bytes], call: Call) -> AsyncIterator[Message]:
+        async def parsed(raws: AsyncIterator[bytes], call: Call) -> AsyncIterator[protobuf.Message]:
             async for raw in raws:
                 yield parse(raw, call)
 
         async def answer(incoming: bytes | AsyncIterator[bytes], context: Context) -> bytes:
             async def work(call: Call) -> bytes:
                 request = parse(incoming, call) if isinstance(incoming, bytes) else parsed(incoming, call)
-                reply: Message = await serve(request)
+                reply: protobuf.Message = await serve(request)
                 return _count_out(reply, call)
 
             return await self._run(name, context, work)
 
         async def stream(incoming: bytes | AsyncIterator[bytes], context: Context) -> None:
             async def work(call: Call) -> None:
-                async def send(reply: Message) -> None:
+                async def send(reply: protobuf.Message) -> None:
                     await context.write(_count_out(reply, call))
 
                 request = parse(incoming, call) if isinstance(incoming, bytes) else parsed(incoming, call)
@@ -202,7 +201,7 @@ class Endpoint:
             _access.info("%s", json.dumps(record, sort_keys=True, ensure_ascii=False))
 
 
-def _count_out(reply: Message, call: Call) -> bytes:
+def _count_out(reply: protobuf.Message, call: Call) -> bytes:
     raw = reply.SerializeToString()
     call.n_sent += 1
     call.sent_bytes += len(raw)

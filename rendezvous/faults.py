@@ -7,7 +7,7 @@ from gRPC itself: no connection, a deadline, a proxy.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from reshard.rendezvous.errors import (
     AuthenticationError,
@@ -22,11 +22,7 @@ from reshard.rendezvous.errors import (
     VersionError,
     WorkerLostError,
 )
-
-if TYPE_CHECKING:
-    import grpc
-
-    from reshard.proto.v1 import rendezvous_pb2
+from reshard.rendezvous.optional import grpc, pb
 
 __all__ = ["DETAIL_KEY", "error_from_status", "status_of", "to_detail"]
 
@@ -51,8 +47,6 @@ _ROWS: tuple[tuple[type[RendezvousError], str, str], ...] = (
 
 def status_of(error: RendezvousError) -> grpc.StatusCode:
     """Return the status that an error travels with."""
-    import grpc
-
     for kind, _, status in _ROWS:
         if isinstance(error, kind):
             code: grpc.StatusCode = getattr(grpc.StatusCode, status)
@@ -60,12 +54,10 @@ def status_of(error: RendezvousError) -> grpc.StatusCode:
     return grpc.StatusCode.INTERNAL
 
 
-def to_detail(error: RendezvousError) -> rendezvous_pb2.Error:
+def to_detail(error: RendezvousError) -> pb.Error:
     """Encode an error."""
-    from reshard.proto.v1 import rendezvous_pb2
-
     name = next((wire for kind, wire, _ in _ROWS if isinstance(error, kind)), "UNSPECIFIED")
-    detail = rendezvous_pb2.Error(
+    detail = pb.Error(
         kind=f"ERROR_KIND_{name}",
         message=_short(str(error)),
     )
@@ -84,10 +76,8 @@ def to_detail(error: RendezvousError) -> rendezvous_pb2.Error:
 
 def error_from_detail(blob: bytes) -> RendezvousError:
     """Decode an error."""
-    from reshard.proto.v1 import rendezvous_pb2
-
-    detail = rendezvous_pb2.Error.FromString(blob)
-    name = rendezvous_pb2.ErrorKind.Name(detail.kind).removeprefix("ERROR_KIND_")
+    detail = pb.Error.FromString(blob)
+    name = pb.ErrorKind.Name(detail.kind).removeprefix("ERROR_KIND_")
     if name == "INVALID_REQUEST":
         return InvalidRequestError(detail.field, detail.message)
     if name in ("VERSION", "EQUALITY"):
@@ -109,8 +99,6 @@ def error_from_detail(blob: bytes) -> RendezvousError:
 
 def error_from_status(error: grpc.aio.AioRpcError, address: str, call: str) -> RendezvousError:
     """Map what a gRPC call raised to the tree."""
-    import grpc
-
     metadata = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
     for key, value in metadata:
         if key == DETAIL_KEY and isinstance(value, bytes):

@@ -12,11 +12,11 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
 
-from reshard.proto.v1 import rendezvous_pb2 as pb
 from reshard.rendezvous import codec, limits, messages
 from reshard.rendezvous.broker import Broker, new_id
 from reshard.rendezvous.catalog import BlobCatalog, Lru
 from reshard.rendezvous.errors import InvalidRequestError, StaleError
+from reshard.rendezvous.optional import pb
 from reshard.rendezvous.transactions import Granted, Join
 from reshard.rendezvous.types import Progress, SlotRecord, VersionKey
 

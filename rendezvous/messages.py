@@ -10,18 +10,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.rendezvous import limits
 from reshard.rendezvous.errors import InvalidRequestError
+from reshard.rendezvous.optional import pb, protobuf
 from reshard.rendezvous.records import Vote
 from reshard.rendezvous.types import Decision, Facts, Progress, SlotRecord, WorkerInfo
-
-if TYPE_CHECKING:
-    from reshard.proto.v1 import rendezvous_pb2
 
 __all__ = [
     "Topology",
@@ -69,13 +67,11 @@ def ms_to_s(field: str, ms: int, *, at_most: float = limits.MAX_TIMEOUT_S) -> fl
     return limits.check_timeout(field, ms / 1000, at_most=at_most)
 
 
-def worker_from_message(message: rendezvous_pb2.RegisterRequest) -> WorkerInfo:
+def worker_from_message(message: pb.RegisterRequest) -> WorkerInfo:
     """Decode a process life."""
-    from reshard.proto.v1 import rendezvous_pb2
-
     roles: dict[int, Literal["trainer", "receiver"]] = {
-        rendezvous_pb2.ROLE_TRAINER: "trainer",
-        rendezvous_pb2.ROLE_RECEIVER: "receiver",
+        pb.ROLE_TRAINER: "trainer",
+        pb.ROLE_RECEIVER: "receiver",
     }
     role = roles.get(message.role)
     if role is None:
@@ -83,12 +79,10 @@ def worker_from_message(message: rendezvous_pb2.RegisterRequest) -> WorkerInfo:
     return WorkerInfo(role, message.model, message.host, message.name, dict(message.endpoints))
 
 
-def record_to_message(record: SlotRecord) -> rendezvous_pb2.SlotStatic:
+def record_to_message(record: SlotRecord) -> pb.SlotStatic:
     """Encode what of a slot seldom changes."""
-    from reshard.proto.v1 import rendezvous_pb2
-
-    memory = rendezvous_pb2.MEMORY_VRAM if record.memory == "vram" else rendezvous_pb2.MEMORY_DRAM
-    message = rendezvous_pb2.SlotStatic(
+    memory = pb.MEMORY_VRAM if record.memory == "vram" else pb.MEMORY_DRAM
+    message = pb.SlotStatic(
         slot=record.slot,
         worker_id=id_to_bytes(record.worker_id),
         host=record.host,
@@ -107,14 +101,12 @@ def record_to_message(record: SlotRecord) -> rendezvous_pb2.SlotStatic:
 
 
 def record_from_message(
-    message: rendezvous_pb2.SlotStatic, bases: Bases, root: bytes, roots: dict[str, bytes] | None = None
+    message: pb.SlotStatic, bases: Bases, root: bytes, roots: dict[str, bytes] | None = None
 ) -> SlotRecord:
     """Decode a slot from what seldom changes and what a version brings."""
-    from reshard.proto.v1 import rendezvous_pb2
-
     memories: dict[int, Literal["dram", "vram"]] = {
-        rendezvous_pb2.MEMORY_DRAM: "dram",
-        rendezvous_pb2.MEMORY_VRAM: "vram",
+        pb.MEMORY_DRAM: "dram",
+        pb.MEMORY_VRAM: "vram",
     }
     memory = memories.get(message.memory)
     if memory is None:
@@ -159,27 +151,21 @@ class Topology:
     """The unchanging part of a version's slots, and where each slot's regions begin among all of them."""
 
     digest: bytes
-    slots: tuple[rendezvous_pb2.SlotStatic, ...]
+    slots: tuple[pb.SlotStatic, ...]
     first_region: npt.NDArray[np.int64]
 
 
 def topology_to_bytes(records: Sequence[SlotRecord]) -> bytes:
     """Encode the unchanging part of all slots."""
-    from reshard.proto.v1 import rendezvous_pb2
-
-    message = rendezvous_pb2.Topology(slots=[record_to_message(record) for record in records])
+    message = pb.Topology(slots=[record_to_message(record) for record in records])
     return message.SerializeToString(deterministic=True)
 
 
 def topology_from_bytes(blob: bytes) -> Topology:
     """Decode the unchanging part of all slots."""
-    from google.protobuf.message import DecodeError
-
-    from reshard.proto.v1 import rendezvous_pb2
-
     try:
-        message = rendezvous_pb2.Topology.FromString(blob)
-    except DecodeError:
+        message = pb.Topology.FromString(blob)
+    except protobuf.DecodeError:
         raise InvalidRequestError("topology", f"these {len(blob)} bytes are no Topology") from None
     limits.check_int("topology.slots", len(message.slots), at_least=0, at_most=limits.MAX_SLOTS)
     first = np.zeros(len(message.slots) + 1, np.int64)
@@ -220,7 +206,7 @@ def identity_of(uid: bytes, topology_digest: bytes, bases_digest: bytes, roots: 
     return hashlib.sha256(uid + topology_digest + bases_digest + roots).digest()
 
 
-def vote_from_message(message: rendezvous_pb2.VoteRequest) -> Vote:
+def vote_from_message(message: pb.VoteRequest) -> Vote:
     """Decode a vote."""
     return Vote(
         yes=message.yes,
@@ -233,33 +219,27 @@ def vote_from_message(message: rendezvous_pb2.VoteRequest) -> Vote:
     )
 
 
-def facts_to_message(facts: Facts) -> rendezvous_pb2.Facts:
+def facts_to_message(facts: Facts) -> pb.Facts:
     """Encode facts."""
-    from reshard.proto.v1 import rendezvous_pb2
-
-    return rendezvous_pb2.Facts(
+    return pb.Facts(
         decision=f"DECISION_{facts.decision.name}",
         outcome=f"DECISION_{facts.outcome.name}",
         reason=facts.reason,
     )
 
 
-def facts_from_message(message: rendezvous_pb2.Facts) -> Facts:
+def facts_from_message(message: pb.Facts) -> Facts:
     """Decode facts."""
-    from reshard.proto.v1 import rendezvous_pb2
-
-    name = rendezvous_pb2.Decision.Name
+    name = pb.Decision.Name
     decision, outcome = (
         Decision[name(value).removeprefix("DECISION_")] for value in (message.decision, message.outcome)
     )
     return Facts(decision, outcome, message.reason)
 
 
-def progress_to_message(progress: Progress) -> rendezvous_pb2.Progress:
+def progress_to_message(progress: Progress) -> pb.Progress:
     """Encode how far a version got."""
-    from reshard.proto.v1 import rendezvous_pb2
-
-    return rendezvous_pb2.Progress(
+    return pb.Progress(
         n_filled=progress.n_filled,
         n_slots=progress.n_slots,
         missing=progress.missing,
@@ -269,7 +249,7 @@ def progress_to_message(progress: Progress) -> rendezvous_pb2.Progress:
     )
 
 
-def progress_from_message(message: rendezvous_pb2.Progress) -> Progress:
+def progress_from_message(message: pb.Progress) -> Progress:
     """Decode how far a version got."""
     return Progress(
         message.n_filled,

@@ -12,10 +12,8 @@ import asyncio
 import hashlib
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
-from reshard.planner.errors import require
 from reshard.planner.shards import ShardPart
 from reshard.rendezvous import codec, limits, messages
 from reshard.rendezvous.backend import Answer
@@ -28,39 +26,17 @@ from reshard.rendezvous.errors import (
     RendezvousTimeoutError,
     RendezvousUnavailableError,
 )
-from reshard.rendezvous.exposure import read_pem, split_address
-from reshard.rendezvous.faults import error_from_status
+from reshard.rendezvous.link import FIRST_PAUSE_S, MAX_PAUSE_S, Link
+from reshard.rendezvous.optional import pb
 from reshard.rendezvous.records import Vote
 from reshard.rendezvous.tablecache import Content, TableCache
 from reshard.rendezvous.transactions import Join
-from reshard.rendezvous.types import Description, Facts, Progress, SlotRecord, VersionKey, WorkerInfo
-
-if TYPE_CHECKING:
-    import grpc
-    from google.protobuf.message import Message
-
-    from reshard.proto.v1 import rendezvous_pb2 as pb
-    from reshard.rendezvous.client import TLSFiles
+from reshard.rendezvous.types import Description, Facts, Progress, SlotRecord, TLSFiles, VersionKey, WorkerInfo
 
 __all__ = ["RemoteBackend"]
 
-T = TypeVar("T")
-M = TypeVar("M", bound="Message")
-_SERVICE = "/reshard.proto.v1.RendezvousService/"
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 1.0
 _GRACE_S = 0.5  # the service's own deadline lies this much before the call's, so that it can say what it saw
 _KEPT = 4  # topologies and sets of bases that a client offers as known
-_CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", limits.MAX_MESSAGE_BYTES),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.use_local_subchannel_pool", 1),
-)
 
 
 class RemoteBackend:
@@ -81,12 +57,8 @@ class RemoteBackend:
     def __init__(
         self, address: str, *, token: str | None = None, tls: TLSFiles | None = None, cache: TableCache | None = None
     ) -> None:
-        require("grpc", extra="rendezvous")
-        split_address("address", address)
-        self.address = address
+        self._link = Link(address, token, tls)
         self.cache = cache if cache is not None else TableCache()
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        self._channel = _open_channel(address, tls)
         self._topologies: Lru[bytes, messages.Topology] = self.cache.topologies
         self._bases: Lru[bytes, bytes] = self.cache.bases
         self._known: list[bytes] = []
@@ -94,12 +66,10 @@ class RemoteBackend:
 
     async def close(self) -> None:
         """Close the channel."""
-        await self._channel.close(None)
+        await self._link.close()
 
     async def register(self, worker_id: str, info: WorkerInfo, ttl_s: float, timeout_s: float) -> None:
         """Record a process life."""
-        from reshard.proto.v1 import rendezvous_pb2 as pb
-
         request = pb.RegisterRequest(
             worker_id=messages.id_to_bytes(worker_id),
             role=pb.ROLE_TRAINER if info.role == "trainer" else pb.ROLE_RECEIVER,
@@ -109,47 +79,20 @@ class RemoteBackend:
             endpoints=dict(info.endpoints),
             ttl_ms=messages.s_to_ms(ttl_s),
         )
-        await self._unary("Register", request, pb.RegisterResponse, timeout_s)
+        await self._link.unary("Register", request, pb.RegisterResponse, timeout_s)
 
     async def heartbeat(self, worker_id: str, every_s: float, on_sent: Callable[[float], None]) -> None:
         """Beat until cancelled, or until the stream breaks."""
-        import grpc
-
-        from reshard.proto.v1 import rendezvous_pb2 as pb
-
         request = pb.HeartbeatRequest(worker_id=messages.id_to_bytes(worker_id)).SerializeToString()
-        call = self._channel.stream_stream(_SERVICE + "Heartbeat", bytes, bytes)(None, metadata=self._metadata)
-        try:
-            while True:
-                sent_s = time.monotonic()
-                await call.write(request)
-                async with asyncio.timeout(max(every_s, 1.0)):
-                    if await call.read() is _end_of_stream():
-                        code, details = await call.code(), await call.details()
-                        raise RendezvousUnavailableError(f"heartbeat at {self.address} ended: {code.name} {details}")
-                on_sent(sent_s)
-                await asyncio.sleep(max(sent_s + every_s - time.monotonic(), 0.0))
-        except grpc.aio.AioRpcError as error:
-            raise error_from_status(error, self.address, "Heartbeat") from None
-        except asyncio.InvalidStateError:
-            # the service ended the stream while this side was writing; why is in its status
-            raise error_from_status(await _status_of(call), self.address, "Heartbeat") from None
-        except TimeoutError:
-            raise RendezvousUnavailableError(f"heartbeat at {self.address} was not answered") from None
-        finally:
-            call.cancel()
+        await self._link.exchange("Heartbeat", request, every_s, on_sent)
 
     async def unregister(self, worker_id: str, timeout_s: float) -> None:
         """End a worker."""
-        from reshard.proto.v1 import rendezvous_pb2 as pb
-
         request = pb.UnregisterRequest(worker_id=messages.id_to_bytes(worker_id))
-        await self._unary("Unregister", request, pb.UnregisterResponse, timeout_s)
+        await self._link.unary("Unregister", request, pb.UnregisterResponse, timeout_s)
 
     async def put_table(self, part: ShardPart, timeout_s: float) -> bytes:
         """Put a table: ask what is missing, then send that."""
-        from reshard.proto.v1 import rendezvous_pb2 as pb
-
         header = pb.TableHeader(
             part_digest=part.digest, tensors_digest=part.tensors.digest, geometries_digest=part.geometries.digest
         )
@@ -162,8 +105,6 @@ class RemoteBackend:
     async def _put_table(
         self, header: pb.TableHeader, part: ShardPart, digests: Sequence[bytes], timeout_s: float
     ) -> list[bytes]:
-        from reshard.proto.v1 import rendezvous_pb2 as pb
-
         contents = self.cache.encode(part, digests)
 
         def requests() -> Iterator[bytes]:
@@ -174,7 +115,7 @@ class RemoteBackend:
                     chunk = pb.Chunk(kind=kind, digest=digest, total_bytes=len(blob), data=data)
                     yield pb.PutTableRequest(chunk=chunk).SerializeToString()
 
-        return list((await self._upload("PutTable", requests, pb.PutTableResponse, timeout_s)).missing)
+        return list((await self._link.upload("PutTable", requests, pb.PutTableResponse, timeout_s)).missing)
 
     async def get_tables(self, digests: Sequence[bytes], timeout_s: float) -> dict[bytes, ShardPart]:
         """Get tables; those in the cache are not asked for, and one fetch serves all that ask at once."""
@@ -182,15 +123,13 @@ class RemoteBackend:
 
     async def _fetch(self, parts: Sequence[bytes], have: Sequence[bytes], timeout_s: float) -> list[Content]:
         """Fetch encoded contents: (kind, digest, blob), dictionaries before their parts."""
-        from reshard.proto.v1 import rendezvous_pb2 as pb
-
         request = pb.GetTablesRequest(parts=parts, have=have)
 
         async def collect(left_s: float) -> list[Content]:
             found: list[Content] = []
             pieces: list[bytes] = []
             size = 0
-            async for response in self._stream("GetTables", request, pb.GetTablesResponse, left_s):
+            async for response in self._link.stream("GetTables", request, pb.GetTablesResponse, left_s):
                 chunk = response.chunk
                 limits.check_int("chunk.total_bytes", chunk.total_bytes, at_least=0, at_most=limits.MAX_TABLE_BYTES)
                 pieces.append(chunk.data)
@@ -202,12 +141,10 @@ class RemoteBackend:
                     pieces, size = [], 0
             return found
 
-        return await self._retry("GetTables", collect, timeout_s)
+        return await self._link.retry("GetTables", collect, timeout_s)
 
     async def put_names(self, names: Sequence[str], timeout_s: float, *, again: bool = False) -> bytes:
         """Put a set of names, unless this client has put it before."""
-        from reshard.proto.v1 import rendezvous_pb2 as pb
-
         key = tuple(names)
         known = self._names_put.get(key)
         if known is not None and not again:
@@ -217,7 +154,7 @@ class RemoteBackend:
         if (
             again
             or (
-                await self._upload("PutNames", lambda: [ask.SerializeToString()], pb.PutNamesResponse, timeout_s)
+                await self._link.upload("PutNames", lambda: [ask.SerializeToString()], pb.PutNamesResponse, timeout_s)
             ).missing
         ):
             blob = names_to_message(names).SerializeToString()
@@ -227,31 +164,25 @@ class RemoteBackend:
                     data = blob[at : at + limits.CHUNK_BYTES]
                     yield pb.PutNamesRequest(digest=digest, total_bytes=len(blob), data=data).SerializeToString()
 
-            await self._upload("PutNames", requests, pb.PutNamesResponse, timeout_s)
+            await self._link.upload("PutNames", requests, pb.PutNamesResponse, timeout_s)
         self._names_put.put(key, digest)
         return digest
 
     async def open_epoch(self, model: str, run_id: str, timeout_s: float) -> int:
         """Give a run its epoch."""
-        from reshard.proto.v1 import rendezvous_pb2 as pb
-
         request = pb.OpenEpochRequest(model=model, run_id=run_id)
-        return (await self._unary("OpenEpoch", request, pb.OpenEpochResponse, timeout_s)).epoch
+        return (await self._link.unary("OpenEpoch", request, pb.OpenEpochResponse, timeout_s)).epoch
 
     async def open_version(self, key: VersionKey, slots: Sequence[str], layout_epoch: int, timeout_s: float) -> str:
         """Open a version."""
-        from reshard.proto.v1 import rendezvous_pb2 as pb
-
         request = pb.OpenVersionRequest(
             model=key.model, epoch=key.epoch, step=key.step, slots=slots, layout_epoch=layout_epoch
         )
-        response = await self._unary("OpenVersion", request, pb.OpenVersionResponse, timeout_s)
+        response = await self._link.unary("OpenVersion", request, pb.OpenVersionResponse, timeout_s)
         return messages.id_from_bytes("uid", response.uid)
 
     async def publish_slot(self, uid: str, record: SlotRecord, timeout_s: float) -> None:
         """Fill a slot."""
-        from reshard.proto.v1 import rendezvous_pb2 as pb
-
         request = pb.PublishSlotRequest(
             uid=messages.id_to_bytes(uid),
             slot=messages.record_to_message(record),
@@ -259,12 +190,10 @@ class RemoteBackend:
             digest_root=record.digest_root,
             roots=dict(record.roots),
         )
-        await self._unary("PublishSlot", request, pb.PublishSlotResponse, timeout_s)
+        await self._link.unary("PublishSlot", request, pb.PublishSlotResponse, timeout_s)
 
     async def await_version(self, wish: Join, timeout_s: float, on_progress: Callable[[Progress], None]) -> Answer:
         """Wait for a version, and put it together from what is known and what came."""
-        from reshard.proto.v1 import rendezvous_pb2 as pb
-
         deadline = time.monotonic() + timeout_s
         seen = Progress()
 
@@ -272,18 +201,18 @@ class RemoteBackend:
             nonlocal seen
             request = self._wish_to_message(wish, left_s)
             grant: pb.Grant | None = None
-            async for event in self._stream("AwaitVersion", request, pb.AwaitVersionResponse, left_s):
+            async for event in self._link.stream("AwaitVersion", request, pb.AwaitVersionResponse, left_s):
                 if event.HasField("grant"):
                     grant = event.grant
                 else:
                     seen = messages.progress_from_message(event.progress)
                     on_progress(seen)
             if grant is None:
-                raise RendezvousUnavailableError(f"AwaitVersion at {self.address} ended without an answer")
+                raise RendezvousUnavailableError(f"AwaitVersion at {self._link.address} ended without an answer")
             return grant
 
         try:
-            grant = await self._retry("AwaitVersion", listen, timeout_s)
+            grant = await self._link.retry("AwaitVersion", listen, timeout_s)
         except RendezvousTimeoutError as error:
             if error.missing_slots or not seen.message:
                 raise
@@ -297,8 +226,6 @@ class RemoteBackend:
         return await self._answer(wish, grant, deadline)
 
     def _wish_to_message(self, wish: Join, timeout_s: float) -> pb.AwaitVersionRequest:
-        from reshard.proto.v1 import rendezvous_pb2 as pb
-
         after = pb.Stamp(epoch=wish.after.epoch, step=wish.after.step) if wish.after is not None else None
         return pb.AwaitVersionRequest(
             model=wish.model,
@@ -347,14 +274,12 @@ class RemoteBackend:
         del self._known[:-_KEPT]
 
     async def _get_topology(self, uid: bytes, digest: bytes, bases: bool, deadline: float) -> bytes:
-        from reshard.proto.v1 import rendezvous_pb2 as pb
-
         request = pb.GetTopologyRequest(uid=uid, bases=bases)
 
         async def collect(left_s: float) -> bytes:
             pieces: list[bytes] = []
             size = 0
-            async for response in self._stream("GetTopology", request, pb.GetTopologyResponse, left_s):
+            async for response in self._link.stream("GetTopology", request, pb.GetTopologyResponse, left_s):
                 total = limits.check_int(
                     "total_bytes", response.total_bytes, at_least=0, at_most=limits.MAX_TOPOLOGY_BYTES
                 )
@@ -365,27 +290,25 @@ class RemoteBackend:
             return b"".join(pieces)
 
         async def fetch() -> bytes:
-            return await self._retry("GetTopology", collect, max(deadline - time.monotonic(), 0.001))
+            return await self._link.retry("GetTopology", collect, max(deadline - time.monotonic(), 0.001))
 
         return await self.cache.once(digest, fetch)
 
     async def watch_versions(self, model: str, timeout_s: float) -> AsyncGenerator[VersionEvent, None]:
         """Watch a model; after a reconnect only what changed meanwhile is told."""
-        from reshard.proto.v1 import rendezvous_pb2 as pb
-
         deadline = time.monotonic() + timeout_s
         told: dict[str, VersionEvent] = {}
-        pause_s = _FIRST_PAUSE_S
+        pause_s = FIRST_PAUSE_S
         while (left_s := deadline - time.monotonic()) > 0:
             request = pb.WatchVersionsRequest(model=model, timeout_ms=messages.s_to_ms(left_s))
             offered: set[str] = set()
             try:
-                async for response in self._stream(
+                async for response in self._link.stream(
                     "WatchVersions", request, pb.WatchVersionsResponse, left_s + _GRACE_S
                 ):
                     key = VersionKey(model, response.stamp.epoch, response.stamp.step)
                     event = VersionEvent(messages.id_from_bytes("uid", response.uid), key, response.offered)
-                    pause_s = _FIRST_PAUSE_S
+                    pause_s = FIRST_PAUSE_S
                     if event.offered:
                         offered.add(event.uid)
                     if event.offered is not (event.uid in told):
@@ -399,52 +322,42 @@ class RemoteBackend:
                 if time.monotonic() + pause_s >= deadline:
                     raise
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311
-                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
             except RendezvousTimeoutError:
                 return
 
     async def renew_lease(self, uid: str, lease_id: str, ttl_s: float, timeout_s: float) -> None:
         """Prolong a lease."""
-        from reshard.proto.v1 import rendezvous_pb2 as pb
-
         request = pb.RenewLeaseRequest(
             uid=messages.id_to_bytes(uid), lease=messages.id_to_bytes(lease_id), ttl_ms=messages.s_to_ms(ttl_s)
         )
-        await self._unary("RenewLease", request, pb.RenewLeaseResponse, timeout_s)
+        await self._link.unary("RenewLease", request, pb.RenewLeaseResponse, timeout_s)
 
     async def release_lease(self, uid: str, lease_id: str, timeout_s: float) -> None:
         """End a lease."""
-        from reshard.proto.v1 import rendezvous_pb2 as pb
-
         request = pb.ReleaseLeaseRequest(uid=messages.id_to_bytes(uid), lease=messages.id_to_bytes(lease_id))
-        await self._unary("ReleaseLease", request, pb.ReleaseLeaseResponse, timeout_s)
+        await self._link.unary("ReleaseLease", request, pb.ReleaseLeaseResponse, timeout_s)
 
     async def close_admission(self, uid: str, timeout_s: float) -> None:
         """Grant no new leases."""
-        from reshard.proto.v1 import rendezvous_pb2 as pb
-
         request = pb.CloseAdmissionRequest(uid=messages.id_to_bytes(uid))
-        await self._unary("CloseAdmission", request, pb.CloseAdmissionResponse, timeout_s)
+        await self._link.unary("CloseAdmission", request, pb.CloseAdmissionResponse, timeout_s)
 
     async def wait_leases(self, uid: str, timeout_s: float) -> None:
         """Wait for the leases' end."""
-        from reshard.proto.v1 import rendezvous_pb2 as pb
 
         def request(left_s: float) -> pb.WaitLeasesRequest:
             return pb.WaitLeasesRequest(uid=messages.id_to_bytes(uid), timeout_ms=messages.s_to_ms(_inner(left_s)))
 
-        await self._unary("WaitLeases", request, pb.WaitLeasesResponse, timeout_s)
+        await self._link.unary("WaitLeases", request, pb.WaitLeasesResponse, timeout_s)
 
     async def retire(self, uid: str, timeout_s: float) -> bool:
         """Let a version go."""
-        from reshard.proto.v1 import rendezvous_pb2 as pb
-
         request = pb.RetireRequest(uid=messages.id_to_bytes(uid))
-        return (await self._unary("Retire", request, pb.RetireResponse, timeout_s)).gone
+        return (await self._link.unary("Retire", request, pb.RetireResponse, timeout_s)).gone
 
     async def vote(self, txn_id: str, member: str, worker_id: str, vote: Vote, timeout_s: float) -> Facts:
         """Vote, and wait for the decision."""
-        from reshard.proto.v1 import rendezvous_pb2 as pb
 
         def request(left_s: float) -> pb.VoteRequest:
             return pb.VoteRequest(
@@ -461,14 +374,13 @@ class RemoteBackend:
                 timeout_ms=messages.s_to_ms(_inner(left_s)),
             )
 
-        response = await self._unary("Vote", request, pb.VoteResponse, timeout_s)
+        response = await self._link.unary("Vote", request, pb.VoteResponse, timeout_s)
         return messages.facts_from_message(response.facts)
 
     async def installed(
         self, txn_id: str, member: str, worker_id: str, ok: bool, reason: str, timeout_s: float
     ) -> Facts:
         """Say how installing went, and wait for the outcome."""
-        from reshard.proto.v1 import rendezvous_pb2 as pb
 
         def request(left_s: float) -> pb.InstalledRequest:
             return pb.InstalledRequest(
@@ -480,120 +392,29 @@ class RemoteBackend:
                 timeout_ms=messages.s_to_ms(_inner(left_s)),
             )
 
-        response = await self._unary("Installed", request, pb.InstalledResponse, timeout_s)
+        response = await self._link.unary("Installed", request, pb.InstalledResponse, timeout_s)
         return messages.facts_from_message(response.facts)
 
     async def ask(self, txn_id: str, wait_s: float, timeout_s: float) -> Facts:
         """Ask for facts."""
-        from reshard.proto.v1 import rendezvous_pb2 as pb
 
         def request(left_s: float) -> pb.AskDecisionRequest:
             wait_ms = messages.s_to_ms(min(wait_s, _inner(left_s))) if wait_s else 0
             return pb.AskDecisionRequest(transaction=messages.id_to_bytes(txn_id), timeout_ms=wait_ms)
 
-        response = await self._unary("AskDecision", request, pb.AskDecisionResponse, timeout_s + wait_s)
+        response = await self._link.unary("AskDecision", request, pb.AskDecisionResponse, timeout_s + wait_s)
         return messages.facts_from_message(response.facts)
 
     async def describe(self, timeout_s: float) -> Description:
         """Describe everything."""
-        from reshard.proto.v1 import rendezvous_pb2 as pb
 
         async def collect(left_s: float) -> bytes:
-            stream = self._stream("Describe", pb.DescribeRequest(), pb.DescribeResponse, left_s)
+            stream = self._link.stream("Describe", pb.DescribeRequest(), pb.DescribeResponse, left_s)
             return b"".join([response.data async for response in stream])
 
-        return codec.decode(Description, await self._retry("Describe", collect, timeout_s))
-
-    async def _unary(
-        self, name: str, request: Message | Callable[[float], Message], response: type[M], timeout_s: float
-    ) -> M:
-        method = self._channel.unary_unary(_SERVICE + name, bytes, bytes)
-
-        async def call(left_s: float) -> M:
-            message = request(left_s) if callable(request) else request
-            return response.FromString(
-                await method(message.SerializeToString(), timeout=left_s, metadata=self._metadata)
-            )
-
-        return await self._retry(name, call, timeout_s)
-
-    async def _upload(
-        self, name: str, requests: Callable[[], Sequence[bytes] | Iterator[bytes]], response: type[M], timeout_s: float
-    ) -> M:
-        method = self._channel.stream_unary(_SERVICE + name, bytes, bytes)
-
-        async def call(left_s: float) -> M:
-            return response.FromString(await method(iter(requests()), timeout=left_s, metadata=self._metadata))
-
-        return await self._retry(name, call, timeout_s)
-
-    async def _stream(self, name: str, request: Message, response: type[M], timeout_s: float) -> AsyncIterator[M]:
-        """Yield a server stream's messages; the stream is cancelled when the caller stops listening."""
-        import grpc
-
-        method = self._channel.unary_stream(_SERVICE + name, bytes, bytes)
-        call = method(request.SerializeToString(), timeout=timeout_s, metadata=self._metadata)
-        try:
-            async for raw in call:
-                yield response.FromString(raw)
-        except grpc.aio.AioRpcError as error:
-            raise error_from_status(error, self.address, name) from None
-        finally:
-            call.cancel()
-
-    async def _retry(self, name: str, call: Callable[[float], Awaitable[T]], timeout_s: float) -> T:
-        """Run `call` with the seconds left, again after each outage, until the deadline."""
-        import grpc
-
-        deadline = time.monotonic() + timeout_s
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            try:
-                return await call(max(deadline - time.monotonic(), 0.001))
-            except grpc.aio.AioRpcError as error:
-                failure = error_from_status(error, self.address, name)
-            except RendezvousUnavailableError as error:
-                failure = error
-            if not isinstance(failure, RendezvousUnavailableError):
-                raise failure from None
-            left_s = deadline - time.monotonic()
-            if left_s <= pause_s:
-                raise RendezvousUnavailableError(f"{failure} (for {timeout_s:.3g} s, all attempts)") from None
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311
-            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+        return codec.decode(Description, await self._link.retry("Describe", collect, timeout_s))
 
 
 def _inner(timeout_s: float) -> float:
     """The time that the service may wait, so that its answer arrives before the call's deadline."""
     return max(timeout_s - _GRACE_S, 0.8 * timeout_s)
-
-
-def _open_channel(address: str, tls: TLSFiles | None) -> grpc.aio.Channel:
-    import grpc
-
-    if tls is None:
-        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-    if bool(tls.cert) != bool(tls.key):
-        raise InvalidRequestError("tls.key", "cert and key go together")
-    credentials = grpc.ssl_channel_credentials(
-        read_pem(tls.ca) if tls.ca else None,
-        read_pem(tls.key) if tls.key else None,
-        read_pem(tls.cert) if tls.cert else None,
-    )
-    name = (("grpc.ssl_target_name_override", tls.server_name),) if tls.server_name else ()
-    return grpc.aio.secure_channel(address, credentials, options=(*_CHANNEL_OPTIONS, *name))
-
-
-def _end_of_stream() -> object:
-    import grpc
-
-    return grpc.aio.EOF  # type: ignore[attr-defined, unused-ignore]
-
-
-async def _status_of(call: grpc.aio.StreamStreamCall[bytes, bytes]) -> grpc.aio.AioRpcError:
-    """The status of a call that has ended, as the error it would have raised."""
-    import grpc
-
-    return grpc.aio.AioRpcError(
-        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details(), None
-    )

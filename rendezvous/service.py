@@ -25,10 +25,10 @@ from reshard.rendezvous.broker import Broker
 from reshard.rendezvous.catalog import BlobCatalog
 from reshard.rendezvous.errors import RendezvousError, RendezvousUnavailableError
 from reshard.rendezvous.exposure import TokenFile, check_exposure, read_pem
+from reshard.rendezvous.optional import grpc
 from reshard.rendezvous.store import MemoryStore, Store
 
 if TYPE_CHECKING:
-    import grpc
     from grpc_health.v1.health.aio import HealthServicer  # type: ignore[import-untyped, unused-ignore]
 
     from reshard.rendezvous.endpoint import Endpoint
@@ -174,7 +174,6 @@ class _Running:
     @classmethod
     async def start(cls, options: ServeOptions) -> _Running:
         """Open the store, bind and begin to serve."""
-        import grpc
         from grpc_health.v1 import health, health_pb2, health_pb2_grpc
         from grpc_reflection.v1alpha import reflection
 

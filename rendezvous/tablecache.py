@@ -22,14 +22,14 @@ from reshard.rendezvous.converts import (
     tensors_to_message,
 )
 from reshard.rendezvous.errors import RendezvousError
+from reshard.rendezvous.optional import pb, tables_pb
 
 if TYPE_CHECKING:
-    from reshard.proto.v1 import rendezvous_pb2
     from reshard.rendezvous.messages import Topology
 
 __all__ = ["Content", "TableCache"]
 
-Content = tuple["rendezvous_pb2.ContentKind", bytes, bytes]
+Content = tuple["pb.ContentKind", bytes, bytes]
 Fetch = Callable[[Sequence[bytes], Sequence[bytes]], Awaitable[list[Content]]]
 _KEPT_PARTS = 4096
 _KEPT_DICTS = 1024
@@ -65,19 +65,17 @@ class TableCache:
     def _dictionaries(self) -> list[bytes]:
         return [*self._tensors.keys(), *self._geometries.keys()]
 
-    def _decode(self, kind: rendezvous_pb2.ContentKind, digest: bytes, blob: bytes) -> None:
-        from reshard.proto.v1 import rendezvous_pb2, tables_pb2
-
-        if kind == rendezvous_pb2.CONTENT_KIND_TENSORS:
-            tensors = tables_pb2.TensorDict()
+    def _decode(self, kind: pb.ContentKind, digest: bytes, blob: bytes) -> None:
+        if kind == pb.CONTENT_KIND_TENSORS:
+            tensors = tables_pb.TensorDict()
             parse_content("tensors", tensors, blob)
             self._tensors.put(digest, tensors_from_message(tensors, digest))
-        elif kind == rendezvous_pb2.CONTENT_KIND_GEOMETRIES:
-            geometries = tables_pb2.GeometryDict()
+        elif kind == pb.CONTENT_KIND_GEOMETRIES:
+            geometries = tables_pb.GeometryDict()
             parse_content("geometries", geometries, blob)
             self._geometries.put(digest, geometries_from_message(geometries, digest))
-        elif kind == rendezvous_pb2.CONTENT_KIND_PART:
-            message = tables_pb2.ShardPart()
+        elif kind == pb.CONTENT_KIND_PART:
+            message = tables_pb.ShardPart()
             parse_content("part", message, blob)
             names, boxes = self._tensors.get(message.tensors_digest), self._geometries.get(message.geometries_digest)
             if names is None or boxes is None:
@@ -88,19 +86,17 @@ class TableCache:
 
     def encode(self, part: ShardPart, digests: Sequence[bytes]) -> list[Content]:
         """Encode those of a part and its dictionaries that `digests` names, dictionaries first."""
-        from reshard.proto.v1 import rendezvous_pb2
-
         wanted = set(digests)
         contents: list[Content] = []
         if part.tensors.digest in wanted:
             blob = tensors_to_message(part.tensors).SerializeToString(deterministic=True)
-            contents.append((rendezvous_pb2.CONTENT_KIND_TENSORS, part.tensors.digest, blob))
+            contents.append((pb.CONTENT_KIND_TENSORS, part.tensors.digest, blob))
         if part.geometries.digest in wanted:
             blob = geometries_to_message(part.geometries).SerializeToString(deterministic=True)
-            contents.append((rendezvous_pb2.CONTENT_KIND_GEOMETRIES, part.geometries.digest, blob))
+            contents.append((pb.CONTENT_KIND_GEOMETRIES, part.geometries.digest, blob))
         if part.digest in wanted:
             blob = part_to_message(part).SerializeToString(deterministic=True)
-            contents.append((rendezvous_pb2.CONTENT_KIND_PART, part.digest, blob))
+            contents.append((pb.CONTENT_KIND_PART, part.digest, blob))
         return contents
 
     async def once(self, digest: bytes, fetch: Callable[[], Awaitable[bytes]]) -> bytes:

@@ -28,6 +28,7 @@ __all__ = [
     "Progress",
     "SlotRecord",
     "SlotStatus",
+    "TLSFiles",
     "TransactionStatus",
     "VersionKey",
     "VersionStatus",
@@ -55,6 +56,19 @@ class Decision(Enum):
     SERVE = "serve"
     QUARANTINE = "quarantine"
     UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class TLSFiles:
+    """Paths of a client's TLS files, PEM.
+
+    `ca` None trusts the system's roots; `cert` and `key` go together (mutual TLS).
+    """
+
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    server_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,178 @@
+"""How does one call get through? A channel, and calls on it that are sent again after an outage, until their deadline.
+
+All calls of the service may be repeated, so a call that met an outage is sent again after a growing, jittered pause.
+What is left of an outage at the deadline is RendezvousUnavailableError. Bytes that keepalive pings find to lead nowhere
+count as an outage too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import TypeVar
+
+from reshard.planner.errors import require
+from reshard.rendezvous import limits
+from reshard.rendezvous.errors import InvalidRequestError, RendezvousUnavailableError
+from reshard.rendezvous.exposure import read_pem, split_address
+from reshard.rendezvous.faults import error_from_status
+from reshard.rendezvous.optional import grpc, protobuf
+from reshard.rendezvous.types import TLSFiles
+
+__all__ = ["FIRST_PAUSE_S", "MAX_PAUSE_S", "Link"]
+
+T = TypeVar("T")
+M = TypeVar("M", bound="protobuf.Message")
+_SERVICE = "/reshard.proto.v1.RendezvousService/"
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", limits.MAX_MESSAGE_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class Link:
+    """Calls to the service at ``host:port``.
+
+    Parameters
+    ----------
+    address
+        ``host:port``.
+    token
+        Bearer token to send with each call.
+    tls
+        None speaks plain text.
+    """
+
+    def __init__(self, address: str, token: str | None, tls: TLSFiles | None) -> None:
+        require("grpc", extra="rendezvous")
+        split_address("address", address)
+        self.address = address
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._channel = _open_channel(address, tls)
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channel.close(None)
+
+    async def unary(
+        self,
+        name: str,
+        request: protobuf.Message | Callable[[float], protobuf.Message],
+        response: type[M],
+        timeout_s: float,
+    ) -> M:
+        """Send a request and return the response; a callable request is given the seconds left."""
+        method = self._channel.unary_unary(_SERVICE + name, bytes, bytes)
+
+        async def call(left_s: float) -> M:
+            message = request(left_s) if callable(request) else request
+            return response.FromString(
+                await method(message.SerializeToString(), timeout=left_s, metadata=self._metadata)
+            )
+
+        return await self.retry(name, call, timeout_s)
+
+    async def upload(
+        self, name: str, requests: Callable[[], Sequence[bytes] | Iterator[bytes]], response: type[M], timeout_s: float
+    ) -> M:
+        """Send a stream of requests, which is made anew for each attempt, and return the response."""
+        method = self._channel.stream_unary(_SERVICE + name, bytes, bytes)
+
+        async def call(left_s: float) -> M:
+            return response.FromString(await method(iter(requests()), timeout=left_s, metadata=self._metadata))
+
+        return await self.retry(name, call, timeout_s)
+
+    async def stream(
+        self, name: str, request: protobuf.Message, response: type[M], timeout_s: float
+    ) -> AsyncIterator[M]:
+        """Yield a server stream's messages; the stream is cancelled when the caller stops listening."""
+        method = self._channel.unary_stream(_SERVICE + name, bytes, bytes)
+        call = method(request.SerializeToString(), timeout=timeout_s, metadata=self._metadata)
+        try:
+            async for raw in call:
+                yield response.FromString(raw)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_status(error, self.address, name) from None
+        finally:
+            call.cancel()
+
+    async def retry(self, name: str, call: Callable[[float], Awaitable[T]], timeout_s: float) -> T:
+        """Run `call` with the seconds left, again after each outage, until the deadline."""
+        deadline = time.monotonic() + timeout_s
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                return await call(max(deadline - time.monotonic(), 0.001))
+            except grpc.aio.AioRpcError as error:
+                failure = error_from_status(error, self.address, name)
+            except RendezvousUnavailableError as error:
+                failure = error
+            if not isinstance(failure, RendezvousUnavailableError):
+                raise failure from None
+            left_s = deadline - time.monotonic()
+            if left_s <= pause_s:
+                raise RendezvousUnavailableError(f"{failure} (for {timeout_s:.3g} s, all attempts)") from None
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    async def exchange(self, name: str, request: bytes, every_s: float, on_sent: Callable[[float], None]) -> None:
+        """Send one message every so often on a stream, each answered, until cancelled or until the stream breaks.
+
+        `on_sent` hears the monotonic sending time of each message that was answered.
+        """
+        call = self._channel.stream_stream(_SERVICE + name, bytes, bytes)(None, metadata=self._metadata)
+        try:
+            while True:
+                sent_s = time.monotonic()
+                await call.write(request)
+                async with asyncio.timeout(max(every_s, 1.0)):
+                    if await call.read() is _end_of_stream():
+                        code, details = await call.code(), await call.details()
+                        raise RendezvousUnavailableError(f"{name} at {self.address} ended: {code.name} {details}")
+                on_sent(sent_s)
+                await asyncio.sleep(max(sent_s + every_s - time.monotonic(), 0.0))
+        except grpc.aio.AioRpcError as error:
+            raise error_from_status(error, self.address, name) from None
+        except asyncio.InvalidStateError:
+            # the service ended the stream while this side was writing; why is in its status
+            raise error_from_status(await _status_of(call), self.address, name) from None
+        except TimeoutError:
+            raise RendezvousUnavailableError(f"{name} at {self.address} was not answered") from None
+        finally:
+            call.cancel()
+
+
+def _open_channel(address: str, tls: TLSFiles | None) -> grpc.aio.Channel:
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    if bool(tls.cert) != bool(tls.key):
+        raise InvalidRequestError("tls.key", "cert and key go together")
+    credentials = grpc.ssl_channel_credentials(
+        read_pem(tls.ca) if tls.ca else None,
+        read_pem(tls.key) if tls.key else None,
+        read_pem(tls.cert) if tls.cert else None,
+    )
+    name = (("grpc.ssl_target_name_override", tls.server_name),) if tls.server_name else ()
+    return grpc.aio.secure_channel(address, credentials, options=(*_CHANNEL_OPTIONS, *name))
+
+
+def _end_of_stream() -> object:
+    return grpc.aio.EOF  # type: ignore[attr-defined, unused-ignore]
+
+
+async def _status_of(call: grpc.aio.StreamStreamCall[bytes, bytes]) -> grpc.aio.AioRpcError:
+    """The status of a call that has ended, as the error it would have raised."""
+    return grpc.aio.AioRpcError(
+        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details(), None
+    )
