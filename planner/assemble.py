@@ -1,8 +1,9 @@
 """Which bytes of which holder are read? Templates broadcast to their members, holder by holder.
 
-An *item* is one thing that is read, on templates: a piece read exactly, or a fetch into staging. For each holder a `Segment` has the
-source offset of every (item, member) instance that the holder serves; nothing else differs between members. A segment depends
-on one part and on the templates only, so that `replan` can keep it.
+An *item* is one thing that is read, on templates: a piece read exactly, or a fetch into staging. For each
+holder a `Segment` has the source offset of every (item, member) instance that the holder serves; nothing else
+differs between members. A segment depends on one part and on the templates only, so that `replan` can keep
+it.
 """
 
 from __future__ import annotations

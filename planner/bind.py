@@ -1,7 +1,8 @@
 """Which absolute addresses does a backend read? Plans bound to one set of base addresses.
 
-Rows come in equal-length local and remote lists, by wave and holder. Row i has equal bytes (and count) on both sides. Arithmetic is
-int64 modulo 2**64, viewed as uint64 at the edge; every range is checked to lie below 2**64 first.
+Rows come in equal-length local and remote lists, by wave and holder. Row i has equal bytes (and count) on
+both sides. Arithmetic is int64 modulo 2**64, viewed as uint64 at the edge; every range is checked to lie
+below 2**64 first.
 """
 
 from __future__ import annotations
@@ -127,8 +128,8 @@ def bind_plan(
             if cuts[h] == cuts[h + 1]:
                 continue
             mine = rows.take(slice(int(cuts[h]), int(cuts[h + 1])))
-            src = remote[h].view(np.int64)[mine.region] + mine.src_offset
-            dst = local.view(np.int64)[mine.dst_buffer] + mine.dst_offset
+            src = remote[h].view(np.int64)[mine.region] + mine.src_offset_bytes
+            dst = local.view(np.int64)[mine.dst_buffer] + mine.dst_offset_bytes
             table = _strided_rows if strided else _flat_rows
             peers.append(PeerRows(holder, holder.memory, *table(mine, dst, src, local_device, holder.device)))
         waves.append(tuple(peers))
@@ -137,19 +138,19 @@ def bind_plan(
 
 def _strided_rows(rows: WireRows, dst: Int64, src: Int64, dst_device: int, src_device: int) -> tuple[UInt64, UInt64]:
     """Rows of five columns; a run that goes backwards on one side is expanded."""
-    if (rows.dst_stride < 0).any():
-        back = rows.dst_stride < 0
+    if (rows.dst_stride_bytes < 0).any():
+        back = rows.dst_stride_bytes < 0
         n = np.where(back, rows.count, 1)
         at = np.repeat(np.arange(len(rows)), n)
         k = np.arange(len(at)) - np.repeat(np.cumsum(n) - n, n)
-        dst = dst[at] + k * rows.dst_stride[at]
-        src = src[at] + k * np.where(back, rows.src_stride, 0)[at]
+        dst = dst[at] + k * rows.dst_stride_bytes[at]
+        src = src[at] + k * np.where(back, rows.src_stride_bytes, 0)[at]
         rows = rows.take(at)
-        back = rows.dst_stride < 0
+        back = rows.dst_stride_bytes < 0
         count = np.where(back, 1, rows.count)
-        src_stride, dst_stride = np.where(back, 0, rows.src_stride), np.where(back, 0, rows.dst_stride)
+        src_stride, dst_stride = np.where(back, 0, rows.src_stride_bytes), np.where(back, 0, rows.dst_stride_bytes)
     else:
-        count, src_stride, dst_stride = rows.count, rows.src_stride, rows.dst_stride
+        count, src_stride, dst_stride = rows.count, rows.src_stride_bytes, rows.dst_stride_bytes
     out = []
     for address, device, stride in ((dst, dst_device, dst_stride), (src, src_device, src_stride)):
         table = np.empty((len(address), 5), np.int64)
@@ -183,8 +184,8 @@ def _flat_rows(rows: WireRows, dst: Int64, src: Int64, dst_device: int, src_devi
         counts = rows.count[first:last]
         starts = ends[first:last] - counts - base
         for table, address, stride, device in (
-            (local, dst, rows.dst_stride, dst_device),
-            (remote, src, rows.src_stride, src_device),
+            (local, dst, rows.dst_stride_bytes, dst_device),
+            (remote, src, rows.src_stride_bytes, src_device),
         ):
             # differences of addresses: the stride inside a series, a jump at the start of each
             delta = np.repeat(stride[first:last], counts)

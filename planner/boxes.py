@@ -1,8 +1,8 @@
-"""Sets of boxes, many sets at a time: are they disjoint, what is left of one after another, and what intersects what?
+"""Sets of boxes, many at a time: are they disjoint, and what is left of one after others are taken away?
 
-Everything here works on columns (one array a dim) with a group number a row; rows of different groups never meet. Proofs
-are exact: a set of boxes is split by planes that cut none of them until single boxes remain (that settles every sharding
-made by nested splits); what no plane splits is compared pair by pair.
+Everything here works on columns (one array a dim) with a group number a row; rows of different groups never
+meet. Proofs are exact: a set of boxes is split by planes that cut none of them until single boxes remain
+(that settles every sharding made by nested splits); what no plane splits is compared pair by pair.
 """
 
 from __future__ import annotations
@@ -177,17 +177,17 @@ def _cut(
     origin = origin[meets]
     lo, hi = [c[meets] for c in lo], [c[meets] for c in hi]
     knife_lo, knife_hi = [c[meets] for c in knife_lo], [c[meets] for c in knife_hi]
-    for d in range(len(lo)):
+    for dim in range(len(lo)):
         for below in (True, False):
-            a = lo[d] if below else knife_hi[d]
-            b = knife_lo[d] if below else hi[d]
-            some = a < b
+            begin = lo[dim] if below else knife_hi[dim]
+            end = knife_lo[dim] if below else hi[dim]
+            some = begin < end
             out_origin.append(origin[some])
             for e in range(len(lo)):
-                out_lo[e].append(a[some] if e == d else lo[e][some])
-                out_hi[e].append(b[some] if e == d else hi[e][some])
-        lo[d] = np.maximum(lo[d], knife_lo[d])
-        hi[d] = np.minimum(hi[d], knife_hi[d])
+                out_lo[e].append(begin[some] if e == dim else lo[e][some])
+                out_hi[e].append(end[some] if e == dim else hi[e][some])
+        lo[dim] = np.maximum(lo[dim], knife_lo[dim])
+        hi[dim] = np.minimum(hi[dim], knife_hi[dim])
     return np.concatenate(out_origin), [np.concatenate(c) for c in out_lo], [np.concatenate(c) for c in out_hi]
 
 

@@ -1,9 +1,9 @@
-"""What does a plan prove, and what does it cost? Certificate, economics and assumptions, as products over templates.
+"""What does a plan prove, and what does it cost? Certificate, economics, assumptions: products over templates.
 
-The certificate rests on four proofs that `plan` has made by the time it is built: destination views are injective and, after
-program order, pairwise disjoint; the pieces of every request are pairwise disjoint and tile it; every class member equals its
-template; every piece lies inside its shard and so inside its region. Together they say that each requested byte is
-written exactly once.
+The certificate rests on four proofs that `plan` has made by the time it is built: destination views are
+injective and, after program order, pairwise disjoint; the pieces of every request are pairwise disjoint and
+tile it; every class member equals its template; every piece lies inside its shard and so inside its region.
+Together they say that each requested byte is written exactly once.
 """
 
 from __future__ import annotations
@@ -272,6 +272,8 @@ def list_assumptions(sources: ShardTable, templates: Templates, aliases: dict[st
         else:
             kind, key = "trusted", ""
         found.add((kind, key, tuple(np.unique(parts).tolist())))
+    for pair in boxes.claimed:
+        found.add(("claim", sources.parts[pair[0]].claim, tuple(sorted(pair))))
     out = [
         Assumption(kind, key, tuple(sources.parts[p].holder.name for p in parts)) for kind, key, parts in sorted(found)
     ]

@@ -1,13 +1,14 @@
 """Which tensors pose the same problem? Planning by class: solve one member, broadcast to the others.
 
-Two tensors are of one class if they have equal dtype and shape, requests of equal geometry in equal order, and shards of equal
-geometry at the same parts. FSDP of a model with 18,867 tensors has nine classes.
+Two tensors are of one class if they have equal dtype and shape, requests of equal geometry in equal order,
+and shards of equal geometry at the same parts. FSDP of a model with 18,867 tensors has nine classes.
 
 1. Keep only the shards of requested tensors, by part; nothing is concatenated.
-2. Guess classes from shape and requests alone, and compare every part's geometry column with that of the class's first
-   member. Where all ranks shard alike (FSDP), this is the whole work: one pass.
-3. If members differ, hash all parts' geometries into one word a tensor, classify again, and compare again. Members that even then
-   differ from their first one (hash collisions) become classes of their own. Membership is never a matter of a hash.
+2. Guess classes from shape and requests alone, and compare every part's geometry column with that of the
+   class's first member. Where all ranks shard alike (FSDP), this is the whole work: one pass.
+3. If members differ, hash all parts' geometries into one word a tensor, classify again, and compare again.
+   Members that even then differ from their first one (hash collisions) become classes of their own.
+   Membership is never a matter of a hash.
 """
 
 from __future__ import annotations
@@ -282,7 +283,11 @@ def _hash_parts(parts: tuple[PartRows, ...], n: int) -> UInt64:
 
 def template_shards(parts: tuple[PartRows, ...], first: Int64, n_dims: int, n: int) -> TemplateShards:
     """Collect the shards of each class's first member."""
-    cls_of, part_of, nth_of, geometry_of, group_of = [], [], [], [], []
+    cls_of: list[Int64] = []
+    part_of: list[Int64] = []
+    nth_of: list[Int64] = []
+    geometry_of: list[Int64] = []
+    group_of: list[Int64] = []
     dictionaries: dict[int, list[int]] = {}
     for i, rows in enumerate(parts):
         if not len(rows.tensor):

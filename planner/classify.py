@@ -1,8 +1,10 @@
 """Which rows of a table are equal? Exact classes of rows without sorting.
 
 1. Hash every row with one multiply-add a column.
-2. Let the first row that falls into a hash slot represent it; compare every row with its representative *exactly*.
-3. Rows that differ from their representative try again with other slots; what is left after some rounds is sorted.
+2. Let the first row that falls into a hash slot represent it; compare every row with its representative
+   *exactly*.
+3. Rows that differ from their representative try again with other slots; what is left after some rounds is
+   sorted.
 
 Classes are therefore never a matter of hash luck: the hash only proposes, the columns decide.
 """
@@ -10,7 +12,7 @@ Classes are therefore never a matter of hash luck: the hash only proposes, the c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +37,8 @@ def mix64(z: UInt64) -> UInt64:
     with np.errstate(over="ignore"):
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        out: UInt64 = z ^ (z >> np.uint64(31))
-        return out
+        z ^= z >> np.uint64(31)
+    return z
 
 
 WEIGHTS: Final[UInt64] = _odd_weights(256, 1)
@@ -127,7 +129,7 @@ def classify(columns: Sequence[Int64]) -> tuple[Int64, Int64]:
     return number[rep], np.flatnonzero(is_first)
 
 
-def column(values: npt.ArrayLike | Sequence[Any], what: str) -> Int64:
+def column(values: npt.ArrayLike, what: str) -> Int64:
     """A read-only contiguous int64 column (a view where `values` already is one).
 
     Raises

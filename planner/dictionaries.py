@@ -1,8 +1,8 @@
 """What do ids in a table mean? The two content-addressed dictionaries that parts share.
 
-A `TensorDict` says what a tensor is (name, dtype, global shape, stored axes); a `GeometryDict` says which box of a tensor
-a shard is. Both are columnar, immutable and checked once. Shapes and boxes are left-padded with size-1 dims in memory;
-digests and the wire see them unpadded.
+A `TensorDict` says what a tensor is (name, dtype, global shape, stored axes); a `GeometryDict` says which box
+of a tensor a shard is. Both are columnar, immutable and checked once. Shapes and boxes are left-padded with
+size-1 dims in memory; digests and the wire see them unpadded.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class TensorDict:
             )
         if b"\0" in self.names_blob:
             raise TableError("tensor dictionary: a name holds a NUL byte")
-        if len(self.index_of) != n:
+        if len(set(self.names_list)) != n:
             seen: set[str] = set()
             for name in self.names_list:
                 if name in seen:
@@ -200,7 +200,8 @@ class TensorDict:
         if int(self.ndim.min()) < 0 or int(self.ndim.max()) > min(MAX_NDIM, len(self.shape)):
             bad = int(np.argmax((self.ndim < 0) | (self.ndim > min(MAX_NDIM, len(self.shape)))))
             raise TableError(
-                f"tensor {self.name(bad)!r}: rank {int(self.ndim[bad])}; expected 0 to {min(MAX_NDIM, len(self.shape))}",
+                f"tensor {self.name(bad)!r}: rank {int(self.ndim[bad])}; "
+                f"expected 0 to {min(MAX_NDIM, len(self.shape))}",
                 tensor=self.name(bad),
                 got=int(self.ndim[bad]),
                 expected=len(self.shape),
@@ -267,9 +268,15 @@ class TensorDict:
     @cached_property
     def names_list(self) -> list[str]:
         """All names, in order."""
-        blob, cuts = self.names_blob, self.name_offsets.tolist()
+        # one decode for all: names hold no NUL, so one between them separates; a name broken off in mid-character
+        # still fails to decode
+        n = len(self)
+        is_name = np.ones(len(self.names_blob) + n, np.bool_)
+        is_name[self.name_offsets[1:] + np.arange(n)] = False
+        joined = np.zeros(len(is_name), np.uint8)
+        joined[is_name] = np.frombuffer(self.names_blob, np.uint8)
         try:
-            return [blob[a:b].decode("utf-8") for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+            return joined.tobytes().decode("utf-8").split("\0")[:-1]
         except UnicodeDecodeError as error:
             raise TableError("tensor dictionary: a name is not valid UTF-8") from error
 
@@ -393,7 +400,8 @@ class GeometryDict:
         for start, stop in pairs:
             if len(start) != len(stop) or len(start) > MAX_NDIM:
                 raise TableError(
-                    f"box {tuple(start)} to {tuple(stop)}: ranks {len(start)} and {len(stop)}; expected equal, at most 8",
+                    f"box {tuple(start)} to {tuple(stop)}: ranks {len(start)} and {len(stop)}; "
+                    "expected equal, at most 8",
                     got=len(stop),
                     expected=len(start),
                 )

@@ -1,8 +1,8 @@
 """Which dtypes may travel: an allow-list of labels with sizes and stable wire numbers.
 
-A label is never looked up by attribute in another package ("torch.save" is not a dtype). Sub-byte dtypes carry a
-packing tag: elements are packed along the last dim, low bits first, so the last dim of every box of such a tensor must
-be cut at whole bytes.
+A label is never looked up by attribute in another package ("torch.save" is not a dtype). Sub-byte dtypes
+carry a packing tag: elements are packed along the last dim, low bits first, so the last dim of every box of
+such a tensor must be cut at whole bytes.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def dtype(label: str) -> DType:
     >>> dtype("torch.save")
     Traceback (most recent call last):
         ...
-    reshard.planner.errors.DTypeError: unknown dtype label 'torch.save'; expected one of: bool, uint8, int8, uint16, \
+    reshard.planner.errors.DTypeError: unknown dtype label 'torch.save'; expected one of: bool, uint8, int8,
+    uint16, \
 int16, uint32, int32, uint64, int64, float16, bfloat16, float32, float64, float8_e4m3fn, float8_e5m2, \
 float8_e8m0fnu, float8_e4m3fnuz, float8_e5m2fnuz, int4, uint4, float4_e2m1fn
     """

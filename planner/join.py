@@ -1,8 +1,8 @@
-"""Which part of each request does each source box serve, and is nothing missing? Join and coverage, on templates.
+"""Which part of each request does each source box serve, and is nothing missing? Join and coverage.
 
-A *piece* is the intersection of one template request with one source box, in the request's own coordinates k (so that
-stepped views are boxes too). Pieces of one request are proved pairwise disjoint, and their volumes must add up to the
-request's; a shortfall is a `CoverageError` with the missing boxes.
+A *piece* is the intersection of one template request with one source box, in the request's own coordinates k
+(so that stepped views are boxes too). Pieces of one request are proved pairwise disjoint, and their volumes
+must add up to the request's; a shortfall is a `CoverageError` with the missing boxes.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Pieces:
 
 
 def template_requests(sources: ShardTable, classes: Classes, requests: Requests) -> tuple[TemplateRequests, Int64]:
-    """Requests of the first members, and int64[C] elements in a unit of each class (over 1 for sub-byte dtypes).
+    """Requests of the first members, and int64[C] elements in a unit of each class (over 1 where packed).
 
     Raises
     ------
@@ -169,7 +169,8 @@ def check_coverage(
     Raises
     ------
     OverlapError
-        Two pieces of one request overlap (would be a defect of the planner; the proof does not rest on its steps).
+        Two pieces of one request overlap (would be a defect of the planner; the proof does not rest on its
+        steps).
     CoverageError
         Part of a request has no piece; the missing boxes are listed in global elements.
     """

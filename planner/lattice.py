@@ -27,8 +27,7 @@ _MAX_BOXES: Final = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class Views:
-    """Sub-views of some requests: along source dim d the elements ``first[d] + step[d] * m``, m in [0,
-    count[d]).
+    """Sub-views of some requests: along dim d the elements ``first[d] + step[d] * m``, m < ``count[d]``.
 
     Attributes
     ----------
@@ -47,8 +46,7 @@ class Views:
         return len(self.origin)
 
     def explode(self, dim: int, parts: Int64) -> Views:
-        """Replace each view by its `parts` interleaved sub-views along one dim (as many as elements:
-        enumeration)."""
+        """Replace each view by `parts` interleaved sub-views along one dim (one an element: enumeration)."""
         total = int(parts.sum())
         if total > _MAX_BOXES:
             raise PlanError(

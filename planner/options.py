@@ -26,8 +26,8 @@ class CostModel:
 
     Notes
     -----
-    The defaults are those of a 200 Gb/s RDMA port: 50 million messages a second, 25 GB/s, and a 20 GB/s copy. They favour exact
-    runs; `reshard doctor` measures the real ones.
+    The defaults are those of a 200 Gb/s RDMA port: 50 million messages a second, 25 GB/s, and a 20 GB/s
+    copy. They favour exact runs; `reshard doctor` measures the real ones.
     """
 
     descriptor_s: float = 2e-8
@@ -46,13 +46,15 @@ class PlanOptions:
     Attributes
     ----------
     instance, instances : int
-        Which of how many receiver instances this one is; `spread` balances over instances without communication.
+        Which of how many receiver instances this one is; `spread` balances over instances without
+        communication.
     policy : {"spread", "first", "nearest"}
         Which replica of a box to read.
     receiver_host : str
         For `nearest`.
     max_runs_per_block : int
-        Descriptor budget of a (request, shard) block: over it the block is read as a span, whatever the cost model says.
+        Descriptor budget of a (request, shard) block: over it the block is read as a span, whatever the cost
+        model says.
     staging_bytes : int
         Bytes of staging that the two waves in flight may take together.
     cost : CostModel

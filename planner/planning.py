@@ -2,7 +2,8 @@
 
 1. Resolve names; settle program order and prove that destinations are written once (`requests`, `writes`).
 2. Group tensors into classes; keep only requested shards (`classes`).
-3. On templates: deduplicate and cut source boxes, join, prove coverage, shape the wire (`sources`, `join`, `shape`).
+3. On templates: deduplicate and cut source boxes, join, prove coverage, shape the wire (`sources`, `join`,
+   `shape`).
 4. Choose replicas, broadcast to members, place staging in waves (`replicas`, `assemble`, `waves`).
 5. Certificate, economics, assumptions (`certificate`).
 """
@@ -14,7 +15,8 @@ import numpy as np
 from reshard.planner.assemble import assemble, list_items
 from reshard.planner.certificate import list_assumptions, price, write_certificate
 from reshard.planner.classes import Classes, build_classes
-from reshard.planner.classify import Bool, Int64
+from reshard.planner.classify import Int64, classify
+from reshard.planner.convert import can_cast
 from reshard.planner.dictionaries import TensorDict
 from reshard.planner.dtypes import BY_CODE, MAX_CODE, dtype_of_code
 from reshard.planner.errors import DTypeError
@@ -40,10 +42,8 @@ from reshard.planner.writes import Writes, settle_writes
 
 _UNIT = np.zeros(MAX_CODE + 1, np.int64)
 _PACK = np.ones(MAX_CODE + 1, np.int64)
-_IS_FLOAT = np.zeros(MAX_CODE + 1, np.bool_)
 for _code, _dtype in BY_CODE.items():
     _UNIT[_code], _PACK[_code] = _dtype.unit_bytes, _dtype.pack
-    _IS_FLOAT[_code] = _dtype.kind == "float" and _dtype.pack == 1
 
 
 def plan(sources: ShardTable, reads: ReadTable, options: PlanOptions | None = None) -> Plan:
@@ -65,7 +65,8 @@ def plan(sources: ShardTable, reads: ReadTable, options: PlanOptions | None = No
     Raises
     ------
     PlanError
-        A requested tensor that nobody publishes; writes that program order cannot settle; a materialised box over the budget.
+        A requested tensor that nobody publishes; writes that program order cannot settle; a materialised box
+        over the budget.
     TableError, ConflictError
         Shapes that disagree; equal boxes without a claim.
     CoverageError
@@ -157,30 +158,21 @@ def _copies(
     materialised: list[Materialised],
     n_dims: int,
 ) -> Requests:
-    origin = writes.origin
-    start, count, offset = list(writes.start), list(writes.count), writes.dst_offset
+    keep = np.arange(len(writes.origin))
     if bool((reads.kind == KIND_CONSTANT).any()):
-        keep = np.flatnonzero(reads.kind[origin] != KIND_CONSTANT)
-        origin, offset = origin[keep], offset[keep]
-        start, count = [c[keep] for c in start], [c[keep] for c in count]
-    same = len(origin) == len(reads)
-
-    def of(c: Int64) -> Int64:
-        return c if same else c[origin]
-
-    stride, target = [of(c) for c in reads.dst_stride], of(reads.buffer_id)
-    if materialised:
-        offset, target = offset.copy(), target.copy()
-        stride = [c.copy() for c in stride]
-        for box in materialised:
-            here = np.flatnonzero(origin == box.request)
-            target[here], offset[here] = box.buffer, 0
-            running = 1
-            for d in reversed(range(reads.n_dims)):
-                stride[d][here] = running
-                running *= int(reads.count[d][box.request])
-    tensor = union_id[of(reads.tensor_id)] if len(union_id) else of(reads.tensor_id)
-    step = [of(c) for c in reads.step]
+        keep = np.flatnonzero(reads.kind[writes.origin] != KIND_CONSTANT)
+    origin, offset, target = writes.origin[keep], writes.dst_offset[keep], reads.buffer_id[writes.origin[keep]]
+    start, step, count, stride = (
+        [c[keep] for c in dims] for dims in (writes.start, writes.step, writes.count, writes.dst_stride)
+    )
+    for box in materialised:
+        here = np.flatnonzero(origin == box.request)
+        target[here], offset[here] = box.buffer, 0
+        running = 1
+        for d in reversed(range(reads.n_dims)):
+            stride[d][here] = running
+            running *= int(reads.count[d][box.request])
+    tensor = union_id[reads.tensor_id[origin]] if len(union_id) else origin
     requests = order_requests(buffers, tensor, start, step, count, stride, target, offset, origin, n_dims)
     _check_packed_offsets(sources, requests, buffers)
     return requests
@@ -222,7 +214,7 @@ def _fills(reads: ReadTable, writes: Writes, n_dims: int) -> Fills:
         writes.dst_offset[rows] * unit,
         unit,
         (ones,) * lead + tuple(c[rows] for c in writes.count),
-        (zeros,) * lead + tuple(c[origin] * unit for c in reads.dst_stride),
+        (zeros,) * lead + tuple(c[rows] * unit for c in writes.dst_stride),
         tuple(reads.values[row] for row in origin.tolist()),
     )
 
@@ -277,6 +269,7 @@ def _in_units(boxes: SourceBoxes, pack: Int64) -> SourceBoxes:
         boxes.candidate_part,
         boxes.candidate_nth,
         boxes.candidate_group,
+        boxes.claimed,
     )
 
 
@@ -289,17 +282,19 @@ def _check_casts(
     dst_code: Int64,
     options: PlanOptions,
 ) -> None:
-    """Floats may be cast to floats; everything else must be allowed by name; packed elements are never cast."""
-    refused: Bool = (src_code != dst_code) & ~(_IS_FLOAT[src_code] & _IS_FLOAT[dst_code])
-    for i in np.flatnonzero(refused).tolist():
+    """Floats may be cast to floats; everything else must be allowed by name, and be a cast that exists."""
+    _, first = classify([src_code, dst_code])
+    for i in first[src_code[first] != dst_code[first]].tolist():
         src, dst = dtype_of_code(int(src_code[i])), dtype_of_code(int(dst_code[i]))
-        if (src.label, dst.label) in options.allow_casts and src.pack == dst.pack == 1:
+        named = (src.label, dst.label) in options.allow_casts
+        if (named or src.kind == dst.kind == "float") and can_cast(src.label, dst.label):
             continue
         row = int(rows[i])
         name = sources.tensors.name(int(requests.tensor[row]))
         raise DTypeError(
-            f"tensor {name!r}: published as {src.label}, buffer {buffers.name(int(requests.buffer[row]))!r} is {dst.label}; "
-            "this cast happens only if allow_casts names it (packed dtypes never)",
+            f"tensor {name!r}: published as {src.label}, buffer {buffers.name(int(requests.buffer[row]))!r} is "
+            f"{dst.label}; floats are cast to floats, anything else only if allow_casts names it (packed dtypes and "
+            "block scales never)",
             tensor=name,
             got=src.label,
             expected=dst.label,

@@ -1,7 +1,7 @@
 """What is a plan? Templates, segments and waves, and the columns that follow from them when somebody asks.
 
-A plan is relative to regions: `bind` makes it absolute for one set of base addresses. Nothing is expanded that was not asked
-for: `rows(wave)`, `copies(wave)` and `blocks` are made from templates when they are read.
+A plan is relative to regions: `bind` makes it absolute for one set of base addresses. Nothing is expanded
+that was not asked for: `rows(wave)`, `copies(wave)` and `blocks` are made from templates when they are read.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Templates:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What one receiver reads, from where to where, with the proof that it is all and only what was asked for.
+    """What one receiver reads, from where to where, with the proof that it is all that was asked for.
 
     Attributes
     ----------
@@ -158,9 +158,9 @@ class Plan:
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes over all that determines the plan: tables, requests and options (planning is a pure function of them).
+        """32 bytes over all that determines the plan: tables, requests and options.
 
-        Region bases, versions and contents are not part of it.
+        Planning is a pure function of them. Region bases, versions and contents are not part of it.
         """
         hasher = hashlib.sha256(b"reshard.Plan.1\0")
         for part in self.sources.parts:
@@ -206,7 +206,8 @@ class Plan:
         staging_base : int
             Address of the staging arena.
         strided : bool
-            Rows of five columns (address, bytes, device, stride, count) instead of three (address, bytes, device).
+            Rows of five columns (address, bytes, device, stride, count) instead of three (address, bytes,
+            device).
         local_device, local_memory
             Where buffers and staging are.
 
@@ -229,7 +230,7 @@ class Plan:
 
 
 def member_ranges(classes: Classes, cls: Int64) -> tuple[Int64, Int64]:
-    """For a list of template rows of these classes: which row each instance comes from, and its needed-tensor number."""
+    """Instances of a list of template rows, by their classes: the row of each, and its needed-tensor number."""
     size = np.diff(classes.member_start)[cls]
     row = np.repeat(np.arange(len(cls)), size)
     return row, classes.members[np.repeat(classes.member_start[cls], size) + ragged_arange(size)]

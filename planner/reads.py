@@ -1,13 +1,13 @@
-"""What does one receiver need? `ReadTable`: strided views of source tensors into strided views of destination buffers.
+"""What does one receiver need? `ReadTable`: views of source tensors into views of destination buffers.
 
-Requests are *source-aligned*: for each source dim d a request takes the coordinates ``start[d] + step[d] * k`` for k in
-``[0, count[d])``; element (k_0, ..., k_n) lands at element ``dst_offset + sum(k_d * dst_stride[d])`` of its buffer. A narrow,
-a select (count 1), a permute (any order of strides) and a stepped slice are all of this form; `reshard.planner.affine`
-turns other affine views into one or several of them.
+Requests are *source-aligned*: for each source dim d a request takes the coordinates ``start[d] + step[d] *
+k`` for k in ``[0, count[d])``; element (k_0, ..., k_n) lands at element ``dst_offset + sum(k_d *
+dst_stride[d])`` of its buffer. A narrow, a select (count 1), a permute (any order of strides) and a stepped
+slice are all of this form; `reshard.planner.affine` turns other affine views into one or several of them.
 
-Kinds: *copy*; *constant* (the loader fills a range; there is no source); *materialised* (the source box is staged whole and
-the loader itself writes the destination). `order` is the loader's program order: where two requests write the same bytes the
-greater order wins; equal orders are an error.
+Kinds: *copy*; *constant* (the loader fills a range; there is no source); *materialised* (the source box is
+staged whole and the loader itself writes the destination). `order` is the loader's program order: where two
+requests write the same bytes the greater order wins; equal orders are an error.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class ReadRequest:
     tensor : str
         Source tensor, "" for a constant.
     tensor_shape, tensor_dtype
-        What the loader was shown; the table must agree on the shape. The table's dtype is what is read, the buffer's dtype is
-        what is written.
+        What the loader was shown; the table must agree on the shape. The table's dtype is what is read, the
+        buffer's dtype is what is written.
     start, step, count : tuple of int
         Per source dim, in elements; steps are 1 or more. Constants have only `count` (of the filled view).
     buffer : int
@@ -112,7 +112,8 @@ class ReadTable:
     Raises
     ------
     TableError
-        A view outside its tensor or its buffer, a step under 1, a negative count, ids out of bounds, duplicate buffers.
+        A view outside its tensor or its buffer, a step under 1, a negative count, ids out of bounds,
+        duplicate buffers.
     """
 
     tensors: TensorDict
@@ -161,8 +162,8 @@ class ReadTable:
                 ranks |= {len(row.start), len(row.step), len(row.tensor_shape)}
             if len(ranks) != 1:
                 raise TableError(
-                    f"request {i} of tensor {row.tensor!r}: start, step, count, strides and shape have ranks {sorted(ranks)}; "
-                    "expected one rank",
+                    f"request {i} of tensor {row.tensor!r}: start, step, count, strides and shape have ranks "
+                    f"{sorted(ranks)}; expected one rank",
                     tensor=row.tensor,
                     got=sorted(ranks),
                     expected=len(row.tensor_shape),
@@ -210,6 +211,10 @@ class ReadTable:
     def n_dims(self) -> int:
         """Number of (padded) dim columns."""
         return len(self.count)
+
+    def where(self, row: int) -> str:
+        """A request in words, for error messages."""
+        return self._where(row)[1]
 
     def _where(self, row: int) -> tuple[str, str]:
         t, b = int(self.tensor_id[row]), int(self.buffer_id[row])
@@ -259,9 +264,7 @@ class ReadTable:
         safe = np.where(tensor >= 0, tensor, 0) if constant.any() else tensor
         limit = self._buffer_elems[buffer]
         empty = np.zeros(n, np.bool_)
-        for d, (start, step, count, stride) in enumerate(
-            zip(self.start, self.step, self.count, self.dst_stride, strict=True)
-        ):
+        for d, (start, step, count) in enumerate(zip(self.start, self.step, self.count, strict=True)):
             self._refuse(step < 1, "step", step, 1, d)
             self._refuse(start < 0, "start", start, 0, d)
             self._refuse(count < 0, "count", count, 0, d)
@@ -286,7 +289,8 @@ class ReadTable:
             expected = dtype(label).unit_bytes
             if len(self.values.get(row, b"")) != expected:
                 raise DTypeError(
-                    f"{self._where(row)[1]}: constant of {len(self.values.get(row, b''))} bytes; expected {expected} ({label})",
+                    f"{self.where(row)}: constant of {len(self.values.get(row, b''))} bytes; "
+                    f"expected {expected} ({label})",
                     got=len(self.values.get(row, b"")),
                     expected=expected,
                 )
@@ -375,7 +379,9 @@ class ReadTable:
 
     @staticmethod
     def concat(tables: Sequence[ReadTable]) -> ReadTable:
-        """Tables of one receiver, one after another; buffers of one name are one buffer, program order runs on.
+        """Tables of one receiver, one after another.
+
+        Buffers of one name are one buffer; program order runs on.
 
         Raises
         ------

@@ -1,9 +1,9 @@
 """Which of several equal replicas is read? Deterministic choices that balance without communication.
 
-`first` takes the holder that is first by name. `spread` orders the boxes of one owner set by cumulative bytes; with x in [0, 1) the
-midpoint of a box, instance i of n reads replica floor((i + x) * R / n) mod R: each receiver sweeps its window of the replicas, so all
-are loaded evenly and each receiver opens few sessions. `nearest` keeps to replicas on the receiver's host where there are
-any, and spreads over those.
+`first` takes the holder that is first by name. `spread` orders the boxes of one owner set by cumulative
+bytes; with x in [0, 1) the midpoint of a box, instance i of n reads replica floor((i + x) * R / n) mod R:
+each receiver sweeps its window of the replicas, so all are loaded evenly and each receiver opens few
+sessions. `nearest` keeps to replicas on the receiver's host where there are any, and spreads over those.
 """
 
 from __future__ import annotations

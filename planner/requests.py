@@ -1,7 +1,8 @@
 """Which source box, into which bytes, must each request move? Read tables made ready for the join.
 
 1. Names are looked up in the sources' union dictionary, aliases included; shapes must agree.
-2. Constants are set apart as fills; a materialised request is pointed at a buffer of its own, in source dtype and row-major.
+2. Constants are set apart as fills; a materialised request is pointed at a buffer of its own, in source dtype
+   and row-major.
 3. Requests for nothing (a count of 0) are dropped.
 4. Requests are put in order of tensor and numbered by geometry class.
 """
@@ -71,22 +72,27 @@ def resolve_tensors(sources: ShardTable, reads: ReadTable, aliases: Mapping[str,
     """
     mine, theirs = reads.tensors, sources.tensors
     used: dict[str, str] = {}
-    if mine is theirs or (len(mine) == len(theirs) and mine.digest == theirs.digest):
+    if not aliases and (mine is theirs or (len(mine) == len(theirs) and mine.digest == theirs.digest)):
         return np.arange(len(mine)), used
     get = theirs.index_of.get
     ids = np.array([get(name, -1) for name in mine.names_list], np.int64).reshape(-1)
     needed = np.zeros(len(mine), np.bool_)
     needed[reads.tensor_id[reads.tensor_id >= 0]] = True
+    for name, target in aliases.items():
+        # both published: the alias says that they are equal, and that is checked for each version
+        at = mine.index_of.get(name)
+        if at is not None and needed[at] and ids[at] >= 0 and target in theirs.index_of:
+            used[name] = target
     unknown = np.flatnonzero(needed & (ids < 0))
     lost = []
     for i in unknown.tolist():
         name = mine.name(i)
-        target = aliases.get(name)
-        ids[i] = -1 if target is None else get(target, -1)
+        published = aliases.get(name, "")
+        ids[i] = get(published, -1)
         if ids[i] < 0:
             lost.append(name)
-        elif target is not None:
-            used[name] = target
+        else:
+            used[name] = published
     if lost:
         sample = ", ".join(repr(name) for name in lost[:10])
         raise PlanError(
@@ -187,6 +193,11 @@ class Materialised:
     buffer: int
     destination: int
     order: int
+
+    @property
+    def name(self) -> str:
+        """The tensor's name."""
+        return self.tensor
 
 
 def stage_materialised(

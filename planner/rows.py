@@ -1,7 +1,8 @@
-"""Columns that a transport and a copier read: wire rows, local copies, fills, and blocks, made from templates.
+"""Columns that a transport and a copier read: wire rows, local copies, fills and blocks, from templates.
 
-A wire row is one regular series of runs: `count` runs of `run_bytes`, each side with its own stride. A block of more than one outer
-dim becomes several rows; runs that backends want one by one are expanded in `bind`, not here.
+A wire row is one regular series of runs: `count` runs of `run_bytes`, each side with its own stride. A block
+of more than one outer dim becomes several rows; runs that backends want one by one are expanded in `bind`,
+not here.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ class WireRows:
     ----------
     holder, region : int64[N]
         Index into `Plan.holders`, and the holder's region.
-    src_offset, dst_offset : int64[N]
+    src_offset_bytes, dst_offset_bytes : int64[N]
         Bytes.
     dst_buffer : int64[N]
         Destination buffer, or -1 for the staging arena.
     run_bytes, count : int64[N]
-    src_stride, dst_stride : int64[N]
+    src_stride_bytes, dst_stride_bytes : int64[N]
         Bytes between runs (0 where there is one run).
     """
 
     holder: Int64
     region: Int64
-    src_offset: Int64
+    src_offset_bytes: Int64
     dst_buffer: Int64
-    dst_offset: Int64
+    dst_offset_bytes: Int64
     run_bytes: Int64
     count: Int64
-    src_stride: Int64
-    dst_stride: Int64
+    src_stride_bytes: Int64
+    dst_stride_bytes: Int64
 
     def __len__(self) -> int:
         return len(self.holder)
@@ -65,9 +66,9 @@ class LocalCopies:
     ----------
     request : int64[N]
         Row in the read table.
-    staging_offset : int64[N]
+    staging_offset_bytes : int64[N]
         Bytes into the arena.
-    buffer, dst_offset : int64[N]
+    buffer, dst_offset_bytes : int64[N]
         Buffer, and bytes into it.
     src_code, dst_code : int64[N]
         Dtype codes; where they differ the copy casts.
@@ -75,24 +76,25 @@ class LocalCopies:
         Bytes of a unit (an element, or a byte of packed elements) on each side.
     run_units : int64[N]
         Units of a contiguous run.
-    count, src_stride, dst_stride : D int64[N]
-        Outer dims, outermost first (left-padded with 1 and 0), strides in bytes (destination strides may be negative).
+    count, src_stride_bytes, dst_stride_bytes : D int64[N]
+        Outer dims, outermost first (left-padded with 1 and 0), strides in bytes (destination strides may be
+        negative).
     shape_class : int64[N]
         Rows of one number have equal dtype, run, counts and strides (a template).
     """
 
     request: Int64
-    staging_offset: Int64
+    staging_offset_bytes: Int64
     buffer: Int64
-    dst_offset: Int64
+    dst_offset_bytes: Int64
     src_code: Int64
     dst_code: Int64
     src_unit: Int64
     dst_unit: Int64
     run_units: Int64
     count: tuple[Int64, ...]
-    src_stride: tuple[Int64, ...]
-    dst_stride: tuple[Int64, ...]
+    src_stride_bytes: tuple[Int64, ...]
+    dst_stride_bytes: tuple[Int64, ...]
     shape_class: Int64
 
     def __len__(self) -> int:
@@ -105,11 +107,11 @@ class Fills:
 
     Attributes
     ----------
-    request, buffer, dst_offset : int64[N]
+    request, buffer, dst_offset_bytes : int64[N]
         Row in the read table, buffer, bytes into it.
     unit : int64[N]
         Bytes of the value.
-    count, dst_stride : D int64[N]
+    count, dst_stride_bytes : D int64[N]
         Extents and strides in bytes.
     values : tuple of bytes
         One unit each.
@@ -117,10 +119,10 @@ class Fills:
 
     request: Int64
     buffer: Int64
-    dst_offset: Int64
+    dst_offset_bytes: Int64
     unit: Int64
     count: tuple[Int64, ...]
-    dst_stride: tuple[Int64, ...]
+    dst_stride_bytes: tuple[Int64, ...]
     values: tuple[bytes, ...]
 
     def __len__(self) -> int:
@@ -137,17 +139,18 @@ class Blocks:
         Index into `Plan.holders`, part number and row in that part of the shard table.
     request : int64[N]
         Row in the read table.
-    region, src_offset : int64[N]
+    region, src_offset_bytes : int64[N]
         Where the block's first byte is.
-    buffer, dst_offset : int64[N]
+    buffer, dst_offset_bytes : int64[N]
         Where it lands, in bytes.
-    wave, staging_offset : int64[N]
+    wave, staging_offset_bytes : int64[N]
         Staging offset is -1 for blocks that are read straight into their buffer.
     run_bytes, n_runs : int64[N]
         On the source side.
     start, step, count : D int64[N]
-        The box of source elements, global: ``start + step * k``, k in [0, count). For packed dtypes the last dim is in bytes.
-    dst_stride : D int64[N]
+        The box of source elements, global: ``start + step * k``, k in [0, count). For packed dtypes the last
+        dim is in bytes.
+    dst_stride_bytes : D int64[N]
         Bytes between neighbours along each source dim in the destination.
     """
 
@@ -156,17 +159,17 @@ class Blocks:
     row: Int64
     request: Int64
     region: Int64
-    src_offset: Int64
+    src_offset_bytes: Int64
     buffer: Int64
-    dst_offset: Int64
+    dst_offset_bytes: Int64
     wave: Int64
-    staging_offset: Int64
+    staging_offset_bytes: Int64
     run_bytes: Int64
     n_runs: Int64
     start: tuple[Int64, ...]
     step: tuple[Int64, ...]
     count: tuple[Int64, ...]
-    dst_stride: tuple[Int64, ...]
+    dst_stride_bytes: tuple[Int64, ...]
 
     def __len__(self) -> int:
         return len(self.holder)
@@ -275,21 +278,24 @@ def _fetch_rows(
 def merge_rows(rows: WireRows) -> WireRows:
     """Merge neighbouring rows of one holder that continue each other on both sides.
 
-    Rows of one run merge where the second starts at the end of the first in source and destination. Rows of several runs merge
-    where they have equal runs and strides and the second's first run follows the first's last one at the same stride.
+    Rows of one run merge where the second starts at the end of the first in source and destination. Rows of
+    several runs merge where they have equal runs and strides and the second's first run follows the first's
+    last one at the same stride.
     """
-    order = np.lexsort([rows.src_offset, rows.region])
+    order = np.lexsort([rows.src_offset_bytes, rows.region])
     if not (np.diff(order) == 1).all():
         rows = rows.take(order)
     if len(rows) < 2:
         return rows
     same = (rows.region[1:] == rows.region[:-1]) & (rows.dst_buffer[1:] == rows.dst_buffer[:-1])
-    src_step, dst_step = np.diff(rows.src_offset), np.diff(rows.dst_offset)
+    src_step, dst_step = np.diff(rows.src_offset_bytes), np.diff(rows.dst_offset_bytes)
     a, b = rows.count[:-1], rows.count[1:]
     flat = (a == 1) & (b == 1) & (src_step == rows.run_bytes[:-1]) & (dst_step == rows.run_bytes[:-1])
     series = (a > 1) & (b > 1) & (rows.run_bytes[1:] == rows.run_bytes[:-1])
-    series &= (rows.src_stride[1:] == rows.src_stride[:-1]) & (rows.dst_stride[1:] == rows.dst_stride[:-1])
-    series &= (src_step == a * rows.src_stride[:-1]) & (dst_step == a * rows.dst_stride[:-1])
+    series &= (rows.src_stride_bytes[1:] == rows.src_stride_bytes[:-1]) & (
+        rows.dst_stride_bytes[1:] == rows.dst_stride_bytes[:-1]
+    )
+    series &= (src_step == a * rows.src_stride_bytes[:-1]) & (dst_step == a * rows.dst_stride_bytes[:-1])
     joined = same & (flat | series)
     if not joined.any():
         return rows
@@ -301,13 +307,13 @@ def merge_rows(rows: WireRows) -> WireRows:
     return WireRows(
         rows.holder[first],
         rows.region[first],
-        rows.src_offset[first],
+        rows.src_offset_bytes[first],
         rows.dst_buffer[first],
-        rows.dst_offset[first],
+        rows.dst_offset_bytes[first],
         np.where(single, total, run),
         np.where(single, 1, count),
-        rows.src_stride[first],
-        rows.dst_stride[first],
+        rows.src_stride_bytes[first],
+        rows.dst_stride_bytes[first],
     )
 
 

@@ -1,8 +1,9 @@
-"""What does a piece look like in memory, and how is it fetched? Strides, merging, exact runs or spans, on templates.
+"""What does a piece look like in memory, and how is it fetched? Strides, merging, exact runs or spans.
 
 1. A piece is a strided block of bytes on both sides; dims that are packed on both sides merge.
-2. Exact (one descriptor a run) or span (one descriptor for the covering range of the shard, into staging, then a local strided
-   copy): the cost model decides, and the budget of runs a block overrides it. Casts always go through staging.
+2. Exact (one descriptor a run) or span (one descriptor for the covering range of the shard, into staging,
+   then a local strided copy): the cost model decides, and the budget of runs a block overrides it. Casts
+   always go through staging.
 3. A span over the limit is split along its outermost dims; a single run over the limit too.
 4. Spans of one shard that overlap are read once.
 """
@@ -31,7 +32,8 @@ class Layout:
     Attributes
     ----------
     src_offset, dst_offset : int64[P]
-        Bytes from the shard's start, and from the request's first destination byte (may be negative where strides are).
+        Bytes from the shard's start, and from the request's first destination byte (may be negative where
+        strides are).
     run : int64[P]
         Units of the innermost contiguous run.
     n_runs : int64[P]

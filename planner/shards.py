@@ -1,9 +1,12 @@
 """What does one holder hold? `ShardPart`: the columns of one holder's shards, checked once.
 
-1. Columns are one-dimensional, contiguous, read-only int64 (built from Python objects, or taken from the wire as they are).
+1. Columns are one-dimensional, contiguous, read-only int64 (built from Python objects, or taken from the wire
+   as they are).
 2. Ids are untrusted: they are checked against the two dictionaries' bounds.
-3. Each (tensor shape, geometry) pair that occurs is checked once, not each shard: a box lies inside its tensor.
-4. Each shard lies inside its region: offset + bytes <= region bytes. Zero-size shards are kept and yield nothing.
+3. Each (tensor shape, geometry) pair that occurs is checked once, not each shard: a box lies inside its
+   tensor.
+4. Each shard lies inside its region: offset + bytes <= region bytes. Zero-size shards are kept and yield
+   nothing.
 """
 
 from __future__ import annotations
@@ -109,7 +112,8 @@ class ShardPart:
     Attributes
     ----------
     sorted_rows, unique_rows, one_group, one_region : bool
-        What the planner's fast paths ask: tensor ids ascend, and strictly; one replica group, one region in all rows.
+        What the planner's fast paths ask: tensor ids ascend, and strictly; one replica group, one region in
+        all rows.
 
     Raises
     ------
@@ -338,8 +342,8 @@ class ShardPart:
                 name = self.tensors.name(int(self.tensor_id[row]))
                 span = (int(self.geometries.start[-1][box[pair]]), int(self.geometries.stop[-1][box[pair]]))
                 raise DTypeError(
-                    f"holder {self.holder.name!r}, tensor {name!r}: last dim cut at [{span[0]}, {span[1]}) falls inside "
-                    f"a byte of {int(pack[pair])} packed elements",
+                    f"holder {self.holder.name!r}, tensor {name!r}: last dim cut at [{span[0]}, {span[1]}) falls "
+                    f"inside a byte of {int(pack[pair])} packed elements",
                     tensor=name,
                     got=span,
                     expected=int(pack[pair]),

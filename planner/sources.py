@@ -1,9 +1,11 @@
-"""Which disjoint boxes do a class's shards offer, and who holds each? Deduplication and overlap, on templates.
+"""Which disjoint boxes do a class's shards offer, and who holds each? Deduplication and overlap.
 
-1. Equal boxes are one box with several candidates, if their holders claim it (same replica group within a layout, same claim
-   between layouts) or the options trust it; otherwise a `ConflictError` names two holders.
-2. Boxes of one layout must be disjoint; of two layouts too, unless both carry the same claim. Otherwise `OverlapError`.
-3. Boxes of claimed layouts that overlap without being equal are cut: the preferred layout keeps its boxes whole.
+1. Equal boxes are one box with several candidates, if their holders claim it (same replica group within a
+   layout, same claim between layouts) or the options trust it; otherwise a `ConflictError` names two holders.
+2. Boxes of one layout must be disjoint; of two layouts too, unless both carry the same claim. Otherwise
+   `OverlapError`.
+3. Boxes of claimed layouts that overlap without being equal are cut: the preferred layout keeps its boxes
+   whole.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ class SourceBoxes:
         Part number, and which shard of the tensor there; ascending by part within a box.
     candidate_group : int64[K]
         Replica group.
+    claimed : tuple of (int, int)
+        Pairs of parts of which one's box was cut back on the word of a common claim.
     """
 
     cls: Int64
@@ -49,6 +53,7 @@ class SourceBoxes:
     candidate_part: Int64
     candidate_nth: Int64
     candidate_group: Int64
+    claimed: tuple[tuple[int, int], ...] = ()
 
     def __len__(self) -> int:
         return len(self.cls)
@@ -133,8 +138,9 @@ def _check_claims(
     held = _unpadded(sources, classes, int(shards.cls[bad]), shards.start, shards.stop, bad)
     holders = tuple(sources.parts[int(shards.part[i])].holder.name for i in (other, bad))
     raise ConflictError(
-        f"tensor {name!r}: {holders[0]!r} and {holders[1]!r} both hold {format_box(held)} and do not claim to be replicas "
-        f"(replica groups {int(group[other])} and {int(group[bad])}); two pipeline stages with local names look like this",
+        f"tensor {name!r}: {holders[0]!r} and {holders[1]!r} both hold {format_box(held)} and do not claim to be "
+        f"replicas (replica groups {int(group[other])} and {int(group[bad])}); two pipeline stages with local names "
+        "look like this",
         holders=holders,
         tensor=name,
         got=(int(group[other]), int(group[bad])),
@@ -161,7 +167,8 @@ def _overlap_error(sources: ShardTable, classes: Classes, boxes: SourceBoxes, pa
         else f"in layouts {parts[0].layout!r} and {parts[1].layout!r} without one claim"
     )
     return OverlapError(
-        f"tensor {name!r}: {format_box(held[0])} of {holders[0]!r} and {format_box(held[1])} of {holders[1]!r} overlap {why}",
+        f"tensor {name!r}: {format_box(held[0])} of {holders[0]!r} and {format_box(held[1])} of {holders[1]!r} "
+        f"overlap {why}",
         tensor=name,
         boxes=held,
         holders=holders,
@@ -188,9 +195,8 @@ def _resolve(
     n_layouts = int(layout_of.max()) + 1
     by_layout = box * n_layouts + layout
     # a box that two layouts hold belongs to both when layouts are checked
-    pairs, row = np.unique(by_layout, return_index=True)
-    owner = pairs // n_layouts
-    member_layout = pairs % n_layouts
+    held, row = np.unique(by_layout, return_index=True)
+    owner, member_layout = held // n_layouts, held % n_layouts
     group = boxes.cls[owner] * n_layouts + member_layout
     pair = find_overlap(group, [c[owner] for c in boxes.start], [c[owner] for c in boxes.stop])
     if pair is not None:
@@ -210,6 +216,9 @@ def _resolve(
         k = int(np.argmax(unclaimed))
         raise _overlap_error(sources, classes, boxes, (int(right[k]), int(left[k])))
     keep, start, stop = _cut_back(boxes, left, right)
+    first_part = boxes.candidate_part[boxes.candidate_first]
+    n_parts = len(sources.parts)
+    pairs = np.unique(first_part[right] * n_parts + first_part[left])
     return SourceBoxes(
         boxes.cls[keep],
         start,
@@ -221,11 +230,12 @@ def _resolve(
         boxes.candidate_part,
         boxes.candidate_nth,
         boxes.candidate_group,
+        tuple((pair // n_parts, pair % n_parts) for pair in pairs.tolist()),
     )
 
 
 def _preference(sources: ShardTable, layout_of: Int64, options: PlanOptions) -> Int64:
-    """Rank of each layout: with `nearest`, those with a holder on the receiver's host first; then by first holder."""
+    """Rank of each layout: by first holder, but with `nearest` those on the receiver's host go first."""
     n_layouts = int(layout_of.max()) + 1
     near: Bool = np.zeros(n_layouts, np.bool_)
     if options.policy == "nearest":

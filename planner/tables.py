@@ -1,7 +1,8 @@
 """What do all holders hold? `ShardTable`: parts side by side, never concatenated.
 
 1. Parts are put in canonical order, by holder name: the order of arrival changes nothing.
-2. Their tensor dictionaries are unified by digest, then by name; a name must mean one dtype and shape everywhere.
+2. Their tensor dictionaries are unified by digest, then by name; a name must mean one dtype and shape
+   everywhere.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def _merge(distinct: list[TensorDict], owner: list[str]) -> tuple[TensorDict, li
         home.append(np.full(len(new), number))
         rows.append(new)
         maps.append(mapped)
-    all_home, all_rows = np.concatenate(home), np.concatenate(rows)
+    all_home = np.concatenate(home)
 
     def gather(get: str, dim: int = 0) -> Int64:
         out = np.ones(len(all_home), np.int64)

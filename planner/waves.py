@@ -1,8 +1,8 @@
 """When does each staged byte get its place? Waves under one byte budget.
 
-Two waves are in flight: wave k is read into one half of the arena while wave k - 1 is copied out of the other. Units (the staging
-of one tensor, or a part of it where it exceeds a half) are taken in the order of their destination buffers, so that each
-buffer, and with it each layer, completes as early as it can.
+Two waves are in flight: wave k is read into one half of the arena while wave k - 1 is copied out of the
+other. Units (the staging of one tensor, or a part of it where it exceeds a half) are taken in the order of
+their destination buffers, so that each buffer, and with it each layer, completes as early as it can.
 """
 
 from __future__ import annotations
