@@ -24,7 +24,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Literal, Protocol, Self, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -101,8 +101,7 @@ class Capabilities:
     cross_host: bool
 
 
-@dataclass(frozen=True, slots=True)
-class PeerStats:
+class PeerStats(NamedTuple):
     """One peer's share.
 
     Attributes
@@ -423,19 +422,17 @@ def read(
                 error.failures.setdefault(prepared.peer.name, f"refused: {error}")
                 refused.append(error)
                 if not finish_others:
+                    transport.cancel(transfers)
                     break
-    except BaseException:
-        transport.cancel(transfers)
-        raise
-    if refused and not finish_others:
-        transport.cancel(transfers)
-    left = max(deadline - time.monotonic(), 1e-3)
-    try:
+        left = max(deadline - time.monotonic(), 1e-3)
         stats = transport.wait(transfers, timeout_s=left, finish_others=finish_others)
     except TransportError as error:
         if not refused:
             raise
         refused.append(error)
+    except BaseException:
+        transport.cancel(transfers)
+        raise
     else:
         if not refused:
             return stats

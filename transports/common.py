@@ -55,21 +55,26 @@ class CommonTransport(Holding):
             if prepared.busy is not None:
                 raise TransferError(f"the list for peer {peer.name!r} is in flight already", peer=peer.name)
             self._check_poison(prepared)
-            stale = prepared.epoch != self._epoch
-        if stale:
+            transfer = self._claim(prepared) if prepared.epoch == self._epoch else None
+        if transfer is None:
             self._build_native(prepared)
-        with self._lock:
-            self._check_poison(prepared)
-            if prepared.gate is None:
-                raise TransferError(f"the list for peer {peer.name!r} was not built", peer=peer.name)
-            transfer = ListTransfer(prepared, prepared.gate, prepared.slices, self._ended)
-            prepared.busy = transfer
-            self._active.add(transfer)
+            with self._lock:
+                self._check_poison(prepared)
+                transfer = self._claim(prepared)
         if transfer.inline:
             while transfer.step() and transfer.state == "active":
                 pass
         else:
             self._driver.submit(transfer)
+        return transfer
+
+    def _claim(self, prepared: PreparedList) -> ListTransfer:
+        if prepared.gate is None:
+            name = prepared.peer.name
+            raise TransferError(f"the list for peer {name!r} lost its native side; post it again", peer=name)
+        transfer = ListTransfer(prepared, prepared.gate, prepared.slices, self._ended)
+        prepared.busy = transfer
+        self._active.add(transfer)
         return transfer
 
     def wait(self, transfers: Sequence[Transfer], *, timeout_s: float, finish_others: bool = False) -> TransferStats:
@@ -105,7 +110,7 @@ class CommonTransport(Holding):
             if pause:
                 with self._moved:
                     if all(t.state == "active" for t in open_):
-                        self._moved.wait(min(pause, left))
+                        self._pause(min(pause, left))
         if any(transfer.state != "done" for transfer in mine):
             raise failed(mine)
         return stats(mine)
@@ -134,8 +139,18 @@ class CommonTransport(Holding):
                 transfer.state = "cancelled" if transfer.cancelled else "done"
             if transfer not in self._poisoned:
                 prepared.busy = None
-                self._free_if_idle(prepared)
-            self._moved.notify_all()
+                if prepared.closed:
+                    self._free_if_idle(prepared)
+            if self._n_waiting:
+                self._moved.notify_all()
+
+    def _pause(self, seconds: float) -> None:
+        """Sleep, under the lock, until a transfer ends or time is up."""
+        self._n_waiting += 1
+        try:
+            self._moved.wait(seconds)
+        finally:
+            self._n_waiting -= 1
 
     def _drain(self, transfers: Sequence[ListTransfer], deadline: float) -> None:
         """Let cancelled transfers end, and abandon those that do not."""
@@ -145,7 +160,7 @@ class CommonTransport(Holding):
             if not moved and (pause := next(pauses)):
                 with self._moved:
                     if any(t.state == "active" for t in transfers):
-                        self._moved.wait(pause)
+                        self._pause(pause)
         with self._moved:
             for transfer in transfers:
                 if transfer.state == "active":

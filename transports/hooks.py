@@ -47,6 +47,7 @@ class Hooks(ABC):
         self._driver = Driver(f"reshard-{self.name}", workers)
         self._epoch = 0
         self._rebuilding = False
+        self._n_waiting = 0
         self._closed = False
 
     @abstractmethod

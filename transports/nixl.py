@@ -15,7 +15,7 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from logging import getLogger
 from typing import ClassVar, Literal
@@ -24,7 +24,7 @@ import numpy as np
 
 from reshard.transports import nixl_library
 from reshard.transports.base import Allocation, Capabilities
-from reshard.transports.beacon import BEACON_BYTES, Beacon, check_beacon
+from reshard.transports.beacon import BEACON_BYTES, Beacon, beacon_image, check_beacon
 from reshard.transports.common import CommonTransport
 from reshard.transports.devicemem import allocate_device
 from reshard.transports.driver import backoff
@@ -330,32 +330,41 @@ class _BeaconGate:
     def __init__(self, link: _Link, peer: ConnectedPeer) -> None:
         self._agent = link.agent
         self._endpoint: Endpoint = peer.endpoint
+        self._healthy = beacon_image(peer.endpoint)
         self._peer = peer.name
         self._slot, self._image = link.agent.take_slot()
         row = np.array([[self._image.ctypes.data, BEACON_BYTES, 0]], np.uint64)
         there = np.array([[link.beacon, BEACON_BYTES, 0]], np.uint64)
         try:
             lists = NativeList(link.agent, link.remote, (row, there), ("dram", "dram"), 1, peer.name)
-            self._slice = NixlSlice(link.agent, lists, 0, 1, peer.name)
+            try:
+                self._slice = NixlSlice(link.agent, lists, 0, 1, peer.name)
+            except BaseException:
+                lists.slice_closed()
+                raise
         except BaseException:
             link.agent.return_slot(self._slot)
             raise
 
     def post(self) -> bool:
-        self._image[:] = 0
-        return self._checked(self._slice.post)
-
-    def poll(self) -> bool:
-        return self._checked(self._slice.poll)
-
-    def _checked(self, call: Callable[[], bool]) -> bool:
+        self._image.fill(0)
         try:
-            done = call()
+            done = self._slice.post()
         except TransferError as error:
             raise PeerError(f"peer {self._peer!r} does not answer: {error}", peer=self._peer) from error
-        if done:
+        return done and self._passes()
+
+    def poll(self) -> bool:
+        try:
+            done = self._slice.poll()
+        except TransferError as error:
+            raise PeerError(f"peer {self._peer!r} does not answer: {error}", peer=self._peer) from error
+        return done and self._passes()
+
+    def _passes(self) -> bool:
+        if not self._image.tobytes().startswith(self._healthy):
             check_beacon(self._image, self._endpoint, self._peer)
-        return done
+        return True
 
     def close(self) -> None:
         flying = self._slice.flying

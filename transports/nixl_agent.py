@@ -23,7 +23,7 @@ from reshard.transports import nixl_library
 from reshard.transports.beacon import BEACON_BYTES
 from reshard.transports.errors import PeerError, TransferError, TransportError, TransportUnavailableError
 from reshard.transports.hostmem import allocate_pages
-from reshard.transports.nixl_library import mapped
+from reshard.transports.nixl_library import mapped, translate
 from reshard.transports.regions import U64, MemoryKind, Region
 
 if TYPE_CHECKING:
@@ -247,9 +247,12 @@ class NativeList:
             self._local: nixl_prepped_dlist_handle | None = native.prep_xfer_dlist(
                 "NIXL_INIT_AGENT", rows[0], kinds[0].upper(), backends
             )
-            self._remote: nixl_prepped_dlist_handle | None = native.prep_xfer_dlist(
-                remote, rows[1], kinds[1].upper(), backends
-            )
+            self._remote: nixl_prepped_dlist_handle | None = None
+            try:
+                self._remote = native.prep_xfer_dlist(remote, rows[1], kinds[1].upper(), backends)
+            except BaseException:
+                self._local.release()  # type: ignore[no-untyped-call]
+                raise
 
     def request(self, start: int, stop: int, peer: str) -> nixl_xfer_handle:
         """Return a transfer request of the runs ``[start, stop)``."""
@@ -285,49 +288,56 @@ class NixlSlice:
         Range of runs.
     peer : str
         For messages.
+
+    Attributes
+    ----------
+    flying : bool
+        Whether it was posted and has not been seen to end.
     """
 
-    __slots__ = ("_agent", "_flying", "_handle", "_lists", "_peer", "moved", "native_s")
+    __slots__ = ("_agent", "_handle", "_lists", "_peer", "flying", "moved", "native_s")
 
     def __init__(self, agent: Agent, lists: NativeList, start: int, stop: int, peer: str) -> None:
         self._agent = agent
         self._lists = lists
         self._peer = peer
-        self._flying = False
+        self.flying = False
         self.moved = False
         self.native_s = 0.0
         self._handle: nixl_xfer_handle | None = lists.request(start, stop, peer)
 
-    @property
-    def flying(self) -> bool:
-        """Whether it was posted and has not been seen to end."""
-        return self._flying
-
     def post(self) -> bool:
         """See `Slice.post`."""
-        with self._agent.lock, mapped(f"posting a read from peer {self._peer!r}", self._peer):
-            self._flying = True
-            return self._is_done(self._agent.native.transfer(self._open()))
+        agent, handle = self._agent, self._handle
+        if handle is None:
+            raise TransferError(f"the list for peer {self._peer!r} is closed", peer=self._peer)
+        try:
+            with agent.lock:
+                self.flying = True
+                return self._is_done(agent.native.transfer(handle), handle)
+        except Exception as error:
+            raise translate(error, f"posting a read from peer {self._peer!r}", self._peer) from error
 
     def poll(self) -> bool:
         """See `Slice.poll`."""
-        with self._agent.lock, mapped(f"reading from peer {self._peer!r}", self._peer):
-            return self._is_done(self._agent.native.check_xfer_state(self._open()))
-
-    def _open(self) -> nixl_xfer_handle:
-        if self._handle is None:
+        agent, handle = self._agent, self._handle
+        if handle is None:
             raise TransferError(f"the list for peer {self._peer!r} is closed", peer=self._peer)
-        return self._handle
+        try:
+            with agent.lock:
+                return self._is_done(agent.native.check_xfer_state(handle), handle)
+        except Exception as error:
+            raise translate(error, f"reading from peer {self._peer!r}", self._peer) from error
 
-    def _is_done(self, state: str) -> bool:
+    def _is_done(self, state: str, handle: nixl_xfer_handle) -> bool:
+        if state == "DONE":
+            self.flying = False
+            if self._agent.telemetry:
+                self.native_s = self._agent.native.get_xfer_telemetry(handle).xferDuration / 1e6
+            return True
         if state == "PROC":
             return False
-        if state != "DONE":
-            raise TransferError(f"reading from peer {self._peer!r}: NIXL says {state!r}", peer=self._peer)
-        self._flying = False
-        if self._agent.telemetry:
-            self.native_s = self._agent.native.get_xfer_telemetry(self._open()).xferDuration / 1e6
-        return True
+        raise TransferError(f"reading from peer {self._peer!r}: NIXL says {state!r}", peer=self._peer)
 
     def close(self) -> None:
         """See `Slice.close`."""

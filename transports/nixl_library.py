@@ -87,22 +87,28 @@ def native_errors() -> dict[type[BaseException], type[TransportError]]:
     return table
 
 
+def translate(error: Exception, what: str, peer: str = "", *, dialling: bool = False) -> TransportError:
+    """Return NIXL's exception as one of ours, saying what was being done; while dialling a failure is the peer's."""
+    if isinstance(error, TransportError):
+        return error
+    ours = next((ours for native, ours in native_errors().items() if isinstance(error, native)), None)
+    if ours is None:
+        if isinstance(error, (TypeError, AttributeError)):
+            raise error  # a mistake of the caller's module
+        ours = TransferError if peer else RegistrationError
+    if dialling and ours is TransferError:
+        ours = PeerError
+    # Frames of NIXL's wrapper hold the agent: an error that is kept would keep it from being destroyed.
+    traceback.clear_frames(error.__traceback__)
+    return ours(f"{what}: NIXL says {type(error).__name__}: {str(error) or type(error).__name__}", peer=peer)
+
+
 @contextlib.contextmanager
 def mapped(what: str, peer: str = "", *, dialling: bool = False) -> Iterator[None]:
-    """Raise NIXL's exceptions as ours, saying what was being done; while dialling a failure is the peer's."""
+    """Raise what `translate` makes of NIXL's exceptions."""
     try:
         yield
     except TransportError:
         raise
     except Exception as error:
-        ours = next((ours for native, ours in native_errors().items() if isinstance(error, native)), None)
-        if ours is None:
-            if isinstance(error, (TypeError, AttributeError)):
-                raise  # a mistake of this module
-            ours = TransferError if peer else RegistrationError
-        if dialling and ours is TransferError:
-            ours = PeerError
-        text = str(error) or type(error).__name__
-        # Frames of NIXL's wrapper hold the agent: an error that is kept would keep it from being destroyed.
-        traceback.clear_frames(error.__traceback__)
-        raise ours(f"{what}: NIXL says {type(error).__name__}: {text}", peer=peer) from error
+        raise translate(error, what, peer, dialling=dialling) from error

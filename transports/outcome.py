@@ -30,23 +30,33 @@ def stats(transfers: Sequence[ListTransfer]) -> TransferStats:
     """Return the statistics of transfers that are all done."""
     if not transfers:
         return TransferStats(0, 0.0, 0)
-    per_peer: dict[str, list[ListTransfer]] = {}
+    # One pass: this runs at each refit, for each peer.
+    nbytes = n_descriptors = 0
+    began, ended = transfers[0].began, transfers[0].ended
+    groups: dict[str, list[ListTransfer]] = {}
     for transfer in transfers:
-        per_peer.setdefault(transfer.prepared.peer.name, []).append(transfer)
-    return TransferStats(
-        sum(t.prepared.nbytes for t in transfers),
-        max(t.ended for t in transfers) - min(t.began for t in transfers),
-        sum(t.prepared.n_descriptors for t in transfers),
-        {
-            name: PeerStats(
-                sum(t.prepared.nbytes for t in group),
-                sum(t.prepared.n_descriptors for t in group),
-                max(t.ended for t in group) - min(t.began for t in group),
-                sum(t.post_seconds for t in group),
-                sum(t.native_seconds for t in group),
-            )
-            for name, group in per_peer.items()
-        },
+        prepared = transfer.prepared
+        nbytes += prepared.nbytes
+        n_descriptors += prepared.n_descriptors
+        began, ended = min(began, transfer.began), max(ended, transfer.ended)
+        groups.setdefault(prepared.peer.name, []).append(transfer)
+    per_peer = {name: _peer_stats(group) for name, group in groups.items()}
+    return TransferStats(nbytes, ended - began, n_descriptors, per_peer)
+
+
+def _peer_stats(group: list[ListTransfer]) -> PeerStats:
+    if len(group) == 1:
+        (one,) = group
+        prepared = one.prepared
+        return PeerStats(
+            prepared.nbytes, prepared.n_descriptors, one.ended - one.began, one.post_seconds, one.native_seconds
+        )
+    return PeerStats(
+        sum(t.prepared.nbytes for t in group),
+        sum(t.prepared.n_descriptors for t in group),
+        max(t.ended for t in group) - min(t.began for t in group),
+        sum(t.post_seconds for t in group),
+        sum(t.native_seconds for t in group),
     )
 
 

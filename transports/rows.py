@@ -187,19 +187,21 @@ def cut_runs(rows: U64, budget_bytes: int = SLICE_BYTES) -> list[int]:
     """
     if not len(rows):
         return [0]
-    weight = rows[:, NBYTES].astype(np.int64) + RUN_COST_BYTES
-    count = rows[:, COUNT].astype(np.int64) if rows.shape[1] == 5 else np.ones(len(rows), np.int64)
-    runs = np.cumsum(count)
-    total = int(runs[-1])
-    ends = np.cumsum(weight * count)
+    weight = rows[:, NBYTES].astype(np.int64)
+    weight += RUN_COST_BYTES
+    if rows.shape[1] == 3:
+        total, ends = len(rows), np.cumsum(weight)
+    else:
+        count = rows[:, COUNT].astype(np.int64)
+        runs, ends = np.cumsum(count), np.cumsum(weight * count)
+        total = int(runs[-1])
     n_slices = -(-int(ends[-1]) // budget_bytes)
     if n_slices <= 1:
         return [0, total]
     target = (np.arange(1, n_slices, dtype=np.int64) * int(ends[-1])) // n_slices
     row = np.searchsorted(ends, target, side="right")
-    into = (target - (ends[row] - weight[row] * count[row])) // weight[row]
-    cuts = np.unique(runs[row] - count[row] + into)
-    return [0, *(int(cut) for cut in cuts if 0 < cut < total), total]
+    cuts = row if rows.shape[1] == 3 else runs[row] - (ends[row] - target + weight[row] - 1) // weight[row]
+    return [0, *(int(cut) for cut in np.unique(cuts) if 0 < cut < total), total]
 
 
 def envelopes(rows: U64, extent: U64, region: npt.NDArray[np.intp]) -> list[tuple[int, int, int]]:

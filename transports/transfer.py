@@ -137,6 +137,8 @@ class ListTransfer:
     @property
     def native_seconds(self) -> float:
         """What the native library measured over all slices."""
+        if len(self._slices) == 1:
+            return self._slices[0].native_s
         return sum(piece.native_s for piece in self._slices)
 
     def retire(self) -> None:

@@ -1,0 +1,284 @@
+"""What our protocol costs over the native libraries, and how near all of them come to a plain copy.
+
+One reader process (this one) and peers in processes of their own, all on one host; warm pages; medians of five, measured
+in turn (ours, theirs, ours, ...) so that a busy machine slows both.  Pieces are read in a random order of the source, so
+that neither side can merge them.
+
+    make bench-transports            or     python benchmarks/transports.py [--mib 1024] [--json FILE]
+
+Targets (issue 4) are printed beside what was measured; the exit code is 0 whether they are met or not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from reshard.transports import Transport, decode_endpoint, open_transport, read
+from reshard.transports.base import Peer, Prepared
+from reshard.transports.identity import ProcessIdentity
+from reshard.transports.peer_process import PeerProcess
+from reshard.transports.regions import U64
+from reshard.transports.registry import probe
+from reshard.transports.testing import rows
+
+KIB, MIB = 1 << 10, 1 << 20
+REPEATS = 5
+
+
+@dataclass
+class Line:
+    """One comparison: what was measured on both sides and whether the target is met."""
+
+    what: str
+    ours: float
+    theirs: float
+    unit: str
+    target: str
+    met: bool | None
+
+    def show(self) -> str:
+        mark = {True: "met", False: "MISSED", None: ""}[self.met]
+        theirs = f"{self.theirs:12.3f}" if self.theirs else " " * 12
+        return f"{self.what:58} {self.ours:12.3f} {theirs} {self.unit:8} {self.target:22} {mark}"
+
+
+def medians(*calls: Callable[[], object]) -> list[float]:
+    """Return the median seconds of each call, run in turn, after one warm-up each."""
+    for call in calls:
+        call()
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(REPEATS):
+        for at, call in enumerate(calls):
+            start = time.perf_counter()
+            call()
+            times[at].append(time.perf_counter() - start)
+    return [statistics.median(column) for column in times]
+
+
+class Bench:
+    """A reader of one backend with a destination and one peer."""
+
+    def __init__(self, backend: str, nbytes: int, **settings: object) -> None:
+        self.nbytes = nbytes
+        self.process = PeerProcess(backend, settings)
+        self.endpoint, self.remote = self.process.serve(nbytes, 1)
+        self.transport: Transport = open_transport(backend, **settings)
+        self.target = self.transport.allocate(nbytes)
+        self.transport.register([self.target.region])
+        self.peer: Peer = self.transport.connect(self.endpoint, timeout_s=20.0, name="served")
+
+    def rows(self, piece: int, n: int | None = None, gap: int = 0) -> tuple[U64, U64]:
+        n = n or self.nbytes // (piece + gap)
+        order = np.random.default_rng(0).permutation(n)
+        step = np.arange(n) * (piece + gap)
+        return rows(self.target.region.address + step, piece), rows(self.remote + order * (piece + gap), piece)
+
+    def prepare(self, local: U64, remote: U64) -> Prepared:
+        return self.transport.prepare(self.peer, local, remote)
+
+    def read(self, lists: Sequence[Prepared]) -> Callable[[], object]:
+        return lambda: read(self.transport, lists, timeout_s=120.0)
+
+    def close(self) -> None:
+        self.transport.close()
+        self.process.close()
+
+
+class BareNixl:
+    """The same reads by NIXL's own calls, as a careful user would write them: no checks, no deadline."""
+
+    def __init__(self, bench: Bench) -> None:
+        import nixl_cu12 as nixl
+
+        self.agent = nixl.nixl_agent("bare", nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+        region = bench.target.region
+        self.agent.register_memory([(region.address, region.nbytes, 0, "")], "DRAM")
+        blob = decode_endpoint(bench.endpoint).payload[ProcessIdentity.NBYTES + 10 :]
+        self.remote = bytes(self.agent.add_remote_agent(blob)).decode()
+        self.agent.make_connection(self.remote)
+
+    def prepare(self, local: U64, remote: U64) -> object:
+        n = int(local[:, 4].sum()) if local.shape[1] == 5 else len(local)
+        mine = self.agent.prep_xfer_dlist("NIXL_INIT_AGENT", local, "DRAM")
+        theirs = self.agent.prep_xfer_dlist(self.remote, remote, "DRAM")
+        index = np.arange(n, dtype=np.int32)
+        return self.agent.make_prepped_xfer("READ", mine, index, theirs, index), mine, theirs
+
+    def read(self, prepared: Sequence[object]) -> Callable[[], None]:
+        handles = [item[0] for item in prepared]  # type: ignore[index]
+
+        def run() -> None:
+            active = [handle for handle in handles if self.agent.transfer(handle) != "DONE"]
+            while active:
+                active = [handle for handle in active if self.agent.check_xfer_state(handle) == "PROC"]
+
+        return run
+
+
+def against_nixl(bench: Bench, lines: list[Line]) -> None:
+    bare = BareNixl(bench)
+    for piece, target in ((MIB, 0.97), (64 * KIB, 0.97)):
+        local, remote = bench.rows(piece)
+        ours, theirs = medians(bench.read([bench.prepare(local, remote)]), bare.read([bare.prepare(local, remote)]))
+        size = len(local) * piece / 1e9
+        lines.append(
+            Line(f"nixl: {piece // KIB} KiB pieces, against bare NIXL", size / ours, size / theirs, "GB/s",
+                 f">= {target} of bare", theirs / ours >= target)
+        )  # fmt: skip
+    local, remote = bench.rows(1024, 100_000, gap=1024)
+    ours, theirs = medians(bench.read([bench.prepare(local, remote)]), bare.read([bare.prepare(local, remote)]))
+    lines.append(
+        Line("nixl: repost 100,000 descriptors of 1 KiB", ours * 1e3, theirs * 1e3, "ms", "<= 1.05 of bare",
+             ours / theirs <= 1.05)
+    )  # fmt: skip
+    lists, bares = [], []
+    peers = [bench.transport.connect(bench.endpoint, timeout_s=20.0, name=f"peer-{at}") for at in range(16)]
+    for at, peer in enumerate(peers):
+        local, remote = rows(bench.target.region.address + at * 4096, 256), rows(bench.remote + at * 4096, 256)
+        lists.append(bench.transport.prepare(peer, local, remote))
+        bares.append(bare.prepare(local, remote))
+    ours, theirs = medians(*(repeated(call, 20) for call in (bench.read(lists), bare.read(bares))))
+    lines.append(
+        Line("nixl: re-post and wait, 16 peers, one small row each", ours / 20 * 1e6, theirs / 20 * 1e6, "us",
+             "< bare + 100 us", (ours - theirs) / 20 * 1e6 < 100)
+    )  # fmt: skip
+    preparing(bench, bare.prepare, lines)
+
+
+def preparing(bench: Bench, native: Callable[[U64, U64], object], lines: list[Line]) -> None:
+    n = 200_000
+    n_strided = min(2000, bench.nbytes // 500_000)
+    cases = (
+        ("rows", n, *bench.rows(1024, n, gap=1024), 10.0),
+        (
+            "strided rows of 1,000",
+            n_strided * 1000,
+            rows(bench.target.region.address + np.arange(n_strided) * 500_000, 256, 300, 1000),
+            rows(bench.remote + np.arange(n_strided) * 500_000, 256, 400, 1000),
+            1.0,
+        ),
+    )
+    for what, runs, local, remote, target in cases:
+        def closing(local: U64 = local, remote: U64 = remote) -> None:
+            bench.prepare(local, remote).close()
+
+        ours, theirs = medians(closing, lambda local=local, remote=remote: native(local, remote))
+        cost = (ours - theirs) / runs * 1e9
+        lines.append(
+            Line(f"{bench.transport.name}: prepare {runs:,} runs as {what}", ours / runs * 1e9, theirs / runs * 1e9,
+                 "ns/run", f"< native + {target:g} ns", cost < target)
+        )  # fmt: skip
+
+
+def repeated(call: Callable[[], object], times: int) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(times):
+            call()
+
+    return run
+
+
+def memory(bench: Bench, lines: list[Line]) -> None:
+    source = np.ones(bench.nbytes, np.uint8)
+    ours, theirs, limit = medians(
+        bench.read([bench.prepare(rows(bench.target.region.address, bench.nbytes), rows(bench.remote, bench.nbytes))]),
+        lambda: np.copyto(bench.target.array, source),
+        lambda: vm_read(bench),
+    )
+    size = bench.nbytes / 1e9
+    lines.append(
+        Line("memory: the whole, against numpy.copyto", size / ours, size / theirs, "GB/s", ">= 0.9 of copyto",
+             theirs / ours >= 0.9)
+    )  # fmt: skip
+    lines.append(Line("limit: process_vm_readv, one thread", size / limit, 0.0, "GB/s", "", None))
+    lines.append(Line("limit: numpy.copyto, one thread", size / theirs, 0.0, "GB/s", "", None))
+    for piece in (64 * KIB, 4 * KIB, 256):
+        local, remote = bench.rows(piece, min(bench.nbytes // piece, 200_000))
+        (ours,) = medians(bench.read([bench.prepare(local, remote)]))
+        lines.append(Line(f"memory: pieces of {piece} bytes", len(local) * piece / 1e9 / ours, 0.0, "GB/s", "", None))
+
+
+def vm_read(bench: Bench) -> None:
+    """Read everything by the system call that UCX's CMA transport uses, in pieces of 1 MiB."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    at = np.arange(0, bench.nbytes, MIB)
+    local, remote = ((base + at).astype(np.uint64) for base in (bench.target.region.address, bench.remote))
+    size = np.full(len(at), MIB, np.uint64)
+    vectors = [np.ascontiguousarray(np.stack([column, size], axis=1)) for column in (local, remote)]
+    for start in range(0, len(at), 512):
+        n = min(512, len(at) - start)
+        done = libc.process_vm_readv(
+            bench.process.pid,
+            ctypes.c_void_p(vectors[0][start:].ctypes.data),
+            ctypes.c_ulong(n),
+            ctypes.c_void_p(vectors[1][start:].ctypes.data),
+            ctypes.c_ulong(n),
+            ctypes.c_ulong(0),
+        )
+        if done < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "process_vm_readv")
+
+
+def ucx(nbytes: int, lines: list[Line]) -> None:
+    """Compare `ucx` with `nixl`, each through the protocol."""
+    one, other = Bench("ucx", nbytes), Bench("nixl", nbytes)
+    try:
+        for piece, target in ((MIB, 0.95), (64 * KIB, 0.95), (4 * KIB, 0.6)):
+            n = min(nbytes // piece, 100_000)
+            calls = [bench.read([bench.prepare(*bench.rows(piece, n))]) for bench in (one, other)]
+            ours, theirs = medians(*calls)
+            size = n * piece / 1e9
+            lines.append(
+                Line(f"ucx: {piece // KIB} KiB pieces, against nixl", size / ours, size / theirs, "GB/s",
+                     f">= {target} of nixl", theirs / ours >= target)
+            )  # fmt: skip
+    finally:
+        one.close()
+        other.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=1024, help="size of the whole (default 1024)")
+    parser.add_argument("--json", default="", help="write the lines here, too")
+    arguments = parser.parse_args()
+    nbytes = arguments.mib * MIB
+    lines: list[Line] = []
+    print(f"{'':58} {'ours':>12} {'theirs':>12}")
+    for backend, run in (("nixl", against_nixl), ("memory", memory)):
+        if reason := probe(backend):
+            print(f"{backend}: not measured: {reason}")
+            continue
+        bench = Bench(backend, nbytes)
+        shown = len(lines)
+        try:
+            run(bench, lines)
+        finally:
+            bench.close()
+        for line in lines[shown:]:
+            print(line.show(), flush=True)
+    if reason := probe("ucx") or probe("nixl"):
+        print(f"ucx: not measured: {reason}")
+    else:
+        shown = len(lines)
+        ucx(nbytes, lines)
+        for line in lines[shown:]:
+            print(line.show())
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump([asdict(line) for line in lines], file, indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
