@@ -229,7 +229,7 @@ def test_n10_per_expert_scales_need_global_names(unique: bool) -> None:
     if unique:
         world.check()
     else:
-        with pytest.raises(ConflictError, match="'experts.0.scale'"):
+        with pytest.raises(ConflictError, match=r"'experts\.0\.scale'"):
             world.plan()
 
 
