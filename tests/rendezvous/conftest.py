@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from reshard.rendezvous.client import Rendezvous
+
 
 class RedisServer:
     """A redis-server (or valkey-server) process with durable settings, that can be killed and started again."""
@@ -80,6 +82,21 @@ def redis_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisSer
         yield server
     finally:
         server.kill()
+
+
+@pytest.fixture(params=["in_process", "grpc", pytest.param("redis", marks=pytest.mark.redis)])
+def rdv(request: pytest.FixtureRequest) -> Iterator[Rendezvous]:
+    """A rendezvous of each kind: without a server, a service in memory, a service on Redis."""
+    if request.param == "in_process":
+        with Rendezvous.in_process() as client:
+            yield client
+        return
+    pytest.importorskip("grpc", reason="grpcio is not installed")
+    from reshard.rendezvous.service import serve
+
+    store = request.getfixturevalue("redis_url") if request.param == "redis" else "memory"
+    with serve(listen="127.0.0.1:0", store=store) as server, Rendezvous.connect(server.address) as client:
+        yield client
 
 
 @pytest.fixture
