@@ -51,6 +51,10 @@ class Gets:
     memory_type : ndarray of int32, shape (N,) or (1,)
     moved : bool
         Whether the last `Lane.drive` did native work.
+    size : int
+        N.
+    single : tuple of int or None
+        The only row, if there is one; next : first row not yet posted; chunks : those of the ring in flight.
     """
 
     local: U64
@@ -60,15 +64,36 @@ class Gets:
     rkey: U64
     memory_type: npt.NDArray[np.int32]
     moved: bool = field(default=False, init=False)
-    _next: int = field(default=0, init=False)
-    _chunks: list[int] = field(default_factory=list, init=False)
+    size: int = field(default=0, init=False)
+    single: tuple[int, int, int, int, int, int] | None = field(default=None, init=False)
+    next: int = field(default=0, init=False)
+    chunks: list[int] = field(default_factory=list, init=False)
 
-    def __len__(self) -> int:
-        return len(self.local)
+    def __post_init__(self) -> None:
+        self.size = len(self.local)
+        if self.size == 1:
+            columns = (self.local, self.nbytes, self.remote, self.memh, self.rkey, self.memory_type)
+            at, n, of, memh, rkey, kind = (int(column[0]) for column in columns)
+            self.single = (at, n, of, memh, rkey, kind)
 
     def rewind(self) -> None:
         """Make it ready to be driven (again); nothing of it may be in flight."""
-        self._next, self._chunks = 0, []
+        self.next = 0
+        self.chunks.clear()
+
+    def post_next(self, ring: RequestRing, endpoint: int) -> None:
+        """Post the next chunk; the ring must have a free one."""
+        if self.single is not None:
+            chunk = ring.post_one(endpoint, *self.single)
+            self.next = 1
+        else:
+            at = slice(self.next, min(self.next + CHUNK, self.size))
+            memh = self.memh if len(self.memh) == 1 else self.memh[at]
+            rkey = self.rkey if len(self.rkey) == 1 else self.rkey[at]
+            kind = self.memory_type if len(self.memory_type) == 1 else self.memory_type[at]
+            chunk = ring.post(endpoint, self.local[at], self.nbytes[at], self.remote[at], memh, rkey, kind)
+            self.next = at.stop
+        self.chunks.append(chunk)
 
 
 class Lane:
@@ -243,19 +268,12 @@ class Lane:
     def _round(self, gets: Gets) -> tuple[bool, bool]:
         """Post what fits, progress once, harvest; return (all landed, something moved)."""
         ring, moved = self._ring, False
-        while gets._next < len(gets) and ring.n_free:
-            at = slice(gets._next, min(gets._next + CHUNK, len(gets)))
-            memh = gets.memh if len(gets.memh) == 1 else gets.memh[at]
-            rkey = gets.rkey if len(gets.rkey) == 1 else gets.rkey[at]
-            kind = gets.memory_type if len(gets.memory_type) == 1 else gets.memory_type[at]
-            gets._chunks.append(
-                ring.post(self._endpoint, gets.local[at], gets.nbytes[at], gets.remote[at], memh, rkey, kind)
-            )
-            gets._next = at.stop
+        while gets.next < gets.size and ring.n_free:
+            gets.post_next(ring, self._endpoint)
             moved = True
         moved |= self._worker.progress()
-        for chunk in [c for c in gets._chunks if not ring.in_flight(c)]:
-            gets._chunks.remove(chunk)
+        for chunk in [c for c in gets.chunks if not ring.in_flight(c)]:
+            gets.chunks.remove(chunk)
             moved = True
             worst = ring.release(chunk)
             if worst < d.OK:
@@ -263,7 +281,7 @@ class Lane:
         failed = self._callbacks.failure(self._token)
         if failed:
             self._die(failed, "endpoint")
-        return gets._next == len(gets) and not gets._chunks, moved
+        return gets.next == gets.size and not gets.chunks, moved
 
     def _create_endpoint(self, address: bytes) -> int:
         ffi = self.library.ffi

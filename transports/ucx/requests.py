@@ -25,7 +25,8 @@ CHUNK = 256
 """Gets posted between two looks at the clock."""
 N_CHUNKS = 4
 _ALIGN = 64
-_ERROR_FLOOR = np.uint64((1 << 64) + d.ERR_LAST)
+_ERROR_FLOOR_INT = (1 << 64) + d.ERR_LAST
+_ERROR_FLOOR = np.uint64(_ERROR_FLOOR_INT)
 
 
 class RequestRing:
@@ -68,6 +69,9 @@ class RequestRing:
         column("user_data", "u8")[:] = 1  # memset's third argument: one byte
         self._memory_type = column("memory_type", "i4")
         self._memh = column("memh", "u8")
+        self._params_rows = [ffi.cast("ucp_request_param_t *", at) for at in self._params_at[::CHUNK]]
+        self._status_of = self._status.data
+        self._used = [0] * N_CHUNKS
         self._free = list(range(N_CHUNKS))
 
     @property
@@ -102,7 +106,7 @@ class RequestRing:
         chunk = self._free.pop()
         first, n = chunk * CHUNK, len(local)
         slots = slice(first, first + n)
-        self._status[first : first + CHUNK] = d.OK
+        self._used[chunk] = n
         self._status[slots] = d.INPROGRESS
         self._memh[slots] = memh
         self._memory_type[slots] = memory_type
@@ -126,12 +130,31 @@ class RequestRing:
             self._status[slots][at_once] = returned[at_once].astype(np.int64).astype(np.int8)
         return chunk
 
+    def post_one(
+        self, endpoint: int, local: int, nbytes: int, remote: int, memh: int, rkey: int, memory_type: int
+    ) -> int:
+        """Do as `post` for a single get, at a tenth of the cost."""
+        chunk = self._free.pop()
+        first = chunk * CHUNK
+        self._used[chunk] = 1
+        self._status_of[first] = d.INPROGRESS
+        params = self._params_rows[chunk]
+        params.memh = memh
+        params.memory_type = memory_type
+        returned = self._get(endpoint, local, nbytes, remote, rkey, self._params_at[first])
+        if returned == 0 or returned >= _ERROR_FLOOR_INT:
+            self._status_of[first] = returned - (1 << 64) if returned else d.OK
+        return chunk
+
     def in_flight(self, chunk: int) -> bool:
         """Return whether a request of the chunk has not ended."""
-        return bool((self._status[chunk * CHUNK : (chunk + 1) * CHUNK] == d.INPROGRESS).any())
+        first, n = chunk * CHUNK, self._used[chunk]
+        if n == 1:
+            return self._status_of[first] == d.INPROGRESS
+        return bool((self._status[first : first + n] == d.INPROGRESS).any())
 
     def release(self, chunk: int) -> int:
         """Take back a chunk that is not in flight; return its worst status."""
-        worst = int(self._status[chunk * CHUNK : (chunk + 1) * CHUNK].min())
+        first, n = chunk * CHUNK, self._used[chunk]
         self._free.append(chunk)
-        return worst
+        return int(self._status_of[first]) if n == 1 else int(self._status[first : first + n].min())
