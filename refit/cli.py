@@ -14,8 +14,13 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reshard.planner.errors import ReshardError, require
+
+if TYPE_CHECKING:
+    from reshard.rendezvous.service import ServeOptions
+    from reshard.rendezvous.types import TLSFiles
 
 __all__ = ["main"]
 
@@ -66,18 +71,35 @@ def _application() -> Callable[[], object]:
 
     def serve(
         listen: str = typer.Option("127.0.0.1:7077", help="host:port; port 0 takes a free one."),
-        metrics: str = typer.Option("", help="host:port of the Prometheus page; empty: none."),
+        store: str = typer.Option("memory", help="memory, or redis://host:port/db."),
+        tls_cert: str = typer.Option("", help="PEM file of the server's certificate."),
+        tls_key: str = typer.Option("", help="PEM file of its key."),
+        client_ca: str = typer.Option("", help="PEM file: clients must show a certificate that it signed."),
+        token_file: str = typer.Option("", help="File with one bearer token a line."),
+        insecure: bool = typer.Option(False, "--insecure", help="Allow a bind outside loopback without the above."),
+        metrics: str = typer.Option("", help="host:port of Prometheus metrics; empty: none."),
     ) -> None:
         """Serve the rendezvous until interrupted."""
-        _serve(listen, metrics)
+        from reshard.rendezvous.service import ServeOptions
+
+        files = (tls_cert or None, tls_key or None, client_ca or None, token_file or None)
+        _serve(ServeOptions(listen, store, *files, insecure, metrics))
 
     def ps(
         address: str = typer.Argument(help="host:port of the rendezvous."),
         as_json: bool = typer.Option(False, "--json", help="Print JSON."),
         timeout: float = typer.Option(5.0, help="Seconds to wait for the service."),
+        token_file: str = typer.Option("", help="File whose first line is the bearer token."),
+        tls_ca: str = typer.Option("", help="PEM file of the roots to trust; speaks TLS."),
+        tls_cert: str = typer.Option("", help="PEM file of the client's certificate."),
+        tls_key: str = typer.Option("", help="PEM file of its key."),
     ) -> None:
-        """Show the workers, versions and groups of a rendezvous."""
-        _ps(address, as_json=as_json, timeout_s=timeout)
+        """Show the workers, versions, leases, transactions and groups of a rendezvous."""
+        from reshard.rendezvous.types import TLSFiles
+
+        token = Path(token_file).read_text().split()[0] if token_file else None
+        tls = TLSFiles(tls_ca or None, tls_cert or None, tls_key or None) if tls_ca or tls_cert else None
+        _ps(address, token, tls, as_json=as_json, timeout_s=timeout)
 
     def doctor() -> None:
         """Say which transports work on this machine, and why the others do not."""
@@ -132,11 +154,13 @@ def _demo(
         json_file.write_text(json.dumps(as_json(report), indent=2) + "\n")
 
 
-def _serve(listen: str, metrics: str) -> None:
+def _serve(options: ServeOptions) -> None:
     from reshard.rendezvous.service import serve
 
-    server = serve(listen)
+    server = serve(**{field.name: getattr(options, field.name) for field in dataclasses.fields(options)})
     print(f"serving the rendezvous on {server.address}", flush=True)
+    if server.metrics_address:
+        print(f"metrics on {server.metrics_address}", flush=True)
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
@@ -146,10 +170,10 @@ def _serve(listen: str, metrics: str) -> None:
         server.close(grace_s=2.0)
 
 
-def _ps(address: str, *, as_json: bool, timeout_s: float) -> None:
+def _ps(address: str, token: str | None, tls: TLSFiles | None, *, as_json: bool, timeout_s: float) -> None:
     from reshard.rendezvous import Rendezvous
 
-    client = Rendezvous.connect(address)
+    client = Rendezvous.connect(address, token=token, tls=tls)
     try:
         description = client.describe(timeout_s=timeout_s)
     finally:
@@ -178,6 +202,7 @@ def _brief(value: object) -> str:
 
 
 def _doctor() -> None:
-    from reshard.transports.doctor import report
+    from reshard.transports.registry import available
 
-    print(report())
+    for backend in available():
+        print(f"{backend.name:10} {'works' if backend.ok else f'does not work: {backend.reason}'}")

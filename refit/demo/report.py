@@ -35,8 +35,8 @@ def progress_bar(console: Console) -> Iterator[Progress]:
     with Bar(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=1)
 
-        def show(what: str, n_done: int, n_steps: int) -> None:
-            bar.update(task, description=what, completed=n_done, total=n_steps)
+        def show(what: str, detail: str, n_done: int, n_steps: int) -> None:
+            bar.update(task, description=f"{what}  [dim]{detail}[/dim]", completed=n_done, total=n_steps)
             if not console.is_terminal and what != shown[0]:
                 console.print(what)
             shown[0] = what
@@ -106,7 +106,9 @@ def _moved(report: DemoReport) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(title="megabytes, descriptors, seconds", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0))
+    table = Table(
+        title="megabytes, descriptors, seconds", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0)
+    )
     for heading in ("rank", "refit", "useful", "on wire", "verified", "descriptors", "GB/s", "seconds"):
         table.add_column(heading, justify="left" if heading in ("rank", "refit") else "right", no_wrap=True)
     for name in report.settings.inference_names:
@@ -129,8 +131,8 @@ def _certificate(name: str, refit: RefitOfRanks) -> str:
         raise TypeError(f"certificate: got {certificate!r}, expected an object")
     numbers = {key: f"{_number(value):,.0f}" for key, value in certificate.items()}
     return (
-        f"{name}: each of {numbers['requested_bytes']} requested bytes is written exactly once, "
-        f"{numbers['filled_bytes']} more are filled, {numbers['unwritten_bytes']} are missing"
+        f"{name}: each of {numbers['requested_bytes']} requested bytes is written exactly once "
+        f"({numbers['filled_bytes']} of them with a constant), {numbers['unwritten_bytes']} are missing"
     )
 
 

@@ -19,6 +19,7 @@ from typing import Final, NoReturn
 from reshard.refit.demo.channel import JsonValue, Message
 from reshard.refit.demo.settings import DemoError, DemoSettings
 from reshard.refit.demo.supervisor import Child, ChildrenFailed, Supervisor
+from reshard.transports.registry import probe
 
 __all__ = ["STEPS", "DemoReport", "Progress", "RefitOfRanks", "run_demo"]
 
@@ -39,8 +40,8 @@ ENVIRONMENT: Final = {
 STEPS: Final = (0, 1)
 """Training steps that are published: the first refit is cold, the second one warm."""
 
-Progress = Callable[[str, int, int], None]
-"""Called with (what happens now, steps done, steps in all)."""
+Progress = Callable[[str, str, int, int], None]
+"""Called with (what happens now, who does what of it or "", steps done, steps in all)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,8 @@ def run_demo(settings: DemoSettings, progress: Progress) -> DemoReport:
     DemoError
         If a process failed, or if any byte or token differs.
     """
+    if settings.transport != "auto" and (reason := probe(settings.transport)):
+        raise DemoError(f"--transport {settings.transport}: {reason}")
     with settings.work_folder() as folder:
         return _Run(settings, folder, progress).run()
 
@@ -164,15 +167,15 @@ class _Run:
     @contextlib.contextmanager
     def _step(self, phase: str, what: str) -> Iterator[None]:
         self.what = what
-        self.progress(what, self.n_done, self.n_steps)
+        self.progress(what, "", self.n_done, self.n_steps)
         with self.report.timed(phase):
             yield
         self.n_done += 1
-        self.progress(what, self.n_done, self.n_steps)
+        self.progress(what, "", self.n_done, self.n_steps)
 
     def _on_event(self, name: str, message: Message) -> None:
         if "stage" in message:
-            self.progress(f"{self.what}: {name} {message['stage']}", self.n_done, self.n_steps)
+            self.progress(self.what, f"{name} {message['stage']}", self.n_done, self.n_steps)
 
     def _start_rendezvous(self) -> str:
         service = self.supervisor.start("rendezvous", "reshard.refit.demo.coordinator:run_rendezvous", {})

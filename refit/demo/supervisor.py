@@ -35,7 +35,6 @@ ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_N
 """Numeric libraries start no threads in the nursery, so that it can be forked, and the ranks share a few cores."""
 
 
-
 class ChildrenFailed(DemoError):
     """Some of the demo's processes failed.
 

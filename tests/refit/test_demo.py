@@ -1,0 +1,144 @@
+"""`reshard demo` as a user runs it: every byte compared, and a killed trainer told from a good refit."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reshard.transports.registry import probe
+
+ROOT = Path(__file__).resolve().parents[2]
+MAIN = "from reshard.refit.cli import main; main()"
+
+needs_packages = pytest.mark.skipif(
+    any(importlib.util.find_spec(n) is None for n in ("torch", "transformers", "safetensors", "grpc", "typer", "rich")),
+    reason="the demo needs torch, transformers, safetensors, grpcio, typer and rich",
+)
+
+
+def reshard(*arguments: str, timeout_s: float = 110.0) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "120"}
+    return subprocess.run(
+        [sys.executable, "-c", MAIN, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=environment,
+        check=False,
+    )
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Processes whose output still goes to a log in the folder."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                target = (entry / "fd" / "1").readlink()
+            except OSError:
+                continue
+            if folder in target.parents:
+                found.append(int(entry.name))
+    return found
+
+
+def run_demo(folder: Path, *options: str, transport: str = "memory") -> subprocess.CompletedProcess[str]:
+    if reason := probe(transport):
+        pytest.skip(f"transport {transport}: {reason}")
+    before = set(os.listdir("/dev/shm"))
+    done = reshard(
+        "demo", "--transport", transport, "--keep", str(folder), "--json", str(folder / "report.json"), *options
+    )
+    assert processes_of(folder) == []
+    assert set(os.listdir("/dev/shm")) - before == set()
+    return done
+
+
+def check(folder: Path, done: subprocess.CompletedProcess[str], *, tensor_parallel: int, trainers: int) -> None:
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((folder / "report.json").read_text())
+    assert report["schema"] == "reshard-demo-v1"
+    assert report["published"].keys() == {f"trainer-{rank}" for rank in range(trainers)}
+    assert [refit["step"] for refit in report["refits"]] == [0, 1]
+    for refit in report["refits"]:
+        assert refit["ranks"].keys() == {f"inference-{rank}" for rank in range(tensor_parallel)}
+        for rank in refit["ranks"].values():
+            assert rank["cold"] == (refit["step"] == 0)
+            assert rank["coverage_pct"] == 100.0
+            assert rank["certificate"]["unwritten_bytes"] == 0
+            certificate = rank["certificate"]
+            assert certificate["written_bytes"] + certificate["filled_bytes"] == certificate["requested_bytes"] > 0
+            assert rank["wire_bytes"] >= rank["useful_bytes"] > 0
+            assert {"discover", "read", "verify", "vote", "install"} <= rank["stages"].keys()
+            assert f"{rank['n_descriptors']:,}" in done.stdout
+    assert report["refits"][0]["tokens"] != report["refits"][1]["tokens"], "the optimizer's step changed nothing"
+    assert "written exactly once" in done.stdout
+    assert {"capture", "plan"} <= report["refits"][0]["ranks"]["inference-0"]["stages"].keys()
+
+
+@needs_packages
+def test_the_demo(tmp_path: Path) -> None:
+    done = run_demo(tmp_path)
+    check(tmp_path, done, tensor_parallel=2, trainers=4)
+    published = json.loads((tmp_path / "report.json").read_text())["published"]
+    assert [published[f"trainer-{rank}"]["n_expert_tensors"] for rank in range(4)] == [6, 6, 6, 0]
+    assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()
+
+
+@needs_packages
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "tensor_parallel", "trainers", "transport"),
+    [
+        pytest.param((), 2, 4, "nixl", id="nixl"),
+        pytest.param(("--model", "dense"), 2, 4, "memory", id="dense-tied"),
+        pytest.param(("--tp", "4", "--trainers", "3", "--layers", "2"), 4, 3, "memory", id="fewer-kv-heads-than-ranks"),
+        pytest.param(("--tp", "1", "--trainers", "1", "--layers", "1"), 1, 1, "memory", id="one-to-one"),
+        pytest.param(("--trainers", "7"), 2, 7, "memory", id="seven-trainers"),
+    ],
+)
+def test_other_layouts(
+    tmp_path: Path, options: tuple[str, ...], tensor_parallel: int, trainers: int, transport: str
+) -> None:
+    check(
+        tmp_path, run_demo(tmp_path, *options, transport=transport), tensor_parallel=tensor_parallel, trainers=trainers
+    )
+
+
+@needs_packages
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["memory", "nixl"])
+def test_a_killed_trainer(tmp_path: Path, transport: str) -> None:
+    """Both ranks keep the old weights, the error names the holder, the exit code is not zero, nothing is left."""
+    done = run_demo(tmp_path, "--kill", "trainer-2", transport=transport)
+    assert done.returncode == 1
+    assert "trainer-2 was killed in the middle of the refit to step 1" in done.stderr
+    for rank in range(2):
+        line = next(line for line in done.stderr.splitlines() if line.startswith(f"inference-{rank}: "))
+        assert "trainer-2" in line
+    assert "inference-0, inference-1: the weights of step 0 still serve, bit for bit" in done.stderr
+    assert not (tmp_path / "report.json").exists()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("typer") is None, reason="the command line needs typer")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--transport", "carrier-pigeon"), "--transport carrier-pigeon: transport 'carrier-pigeon' is unknown"),
+        (("--tp", "5"), "--tp: got 5, expected a divisor of the 8 query heads"),
+        (("--model", "huge"), "--model: got 'huge', expected one of moe, dense"),
+        (("--kill", "trainer-9"), "--kill: got 'trainer-9', expected one of trainer-0"),
+    ],
+)
+def test_wrong_options_are_refused_at_once(options: tuple[str, ...], message: str) -> None:
+    done = reshard("demo", *options, timeout_s=30)
+    assert done.returncode == 1
+    assert done.stderr.startswith("reshard: DemoError: ")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
