@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from reshard.rendezvous import explain, limits, state, transactions
-from reshard.rendezvous.errors import RendezvousError, RendezvousTimeoutError, StaleError
+from reshard.rendezvous.errors import AbortedError, RendezvousError, RendezvousTimeoutError, StaleError
 from reshard.rendezvous.records import VersionState, Vote, model_key, version_key
 from reshard.rendezvous.store import Store
 from reshard.rendezvous.sweeping import sweep
@@ -201,9 +201,12 @@ class Broker:
             if on_progress is not None:
                 await on_progress((await self.store.run(look)).value)
 
+        def attempt(view: View) -> Granted | AbortedError | Pending:
+            return transactions.join(view, wish)
+
         started = time.monotonic()
         try:
-            return await self._until(lambda view: transactions.join(view, wish), timeout_s, "", report)
+            answer: Granted | AbortedError = await self._until(attempt, timeout_s, "", report)
         except RendezvousTimeoutError as error:
             seen = (await self.store.run(look)).value
             waited_s = time.monotonic() - started
@@ -216,6 +219,9 @@ class Broker:
                 lost_workers=seen.lost,
                 waited_s=waited_s,
             ) from None
+        if isinstance(answer, AbortedError):
+            raise answer
+        return answer
 
     async def vote(self, txn_id: str, member: str, worker_id: str, vote: Vote, timeout_s: float) -> Facts:
         """Vote, and wait for the decision."""

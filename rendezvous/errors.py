@@ -12,6 +12,7 @@
         ├── StaleError (LookupError)                       a version or a table that is gone
         ├── LeaseError (LookupError)                       a lease that ended
         ├── TransactionError (ValueError)                  a vote that contradicts its transaction or itself
+        │   └── AbortedError                               decided before this member joined
         └── ContractError (ValueError)                     a consensus record that breaks its contract
             └── ContractTypeError (TypeError)              ... by type
 
@@ -25,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from reshard.planner.errors import ReshardError
 
 __all__ = [
+    "AbortedError",
     "AuthenticationError",
     "ContractError",
     "ContractTypeError",
@@ -132,6 +134,13 @@ class LeaseError(RendezvousError, LookupError):
 
 class TransactionError(RendezvousError, ValueError):
     """A vote or an answer that contradicts the group, the transaction or the member's earlier vote."""
+
+
+class AbortedError(TransactionError):
+    """The group's transaction was aborted before this member joined it; the message says why.
+
+    Awaiting again opens another.
+    """
 
 
 class ContractError(RendezvousError, ValueError):

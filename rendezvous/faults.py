@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import cast
 
 from reshard.rendezvous.errors import (
+    AbortedError,
     AuthenticationError,
     EqualityError,
     InvalidRequestError,
@@ -38,6 +39,7 @@ _ROWS: tuple[tuple[type[RendezvousError], str, str], ...] = (
     (VersionError, "VERSION", "FAILED_PRECONDITION"),
     (StaleError, "STALE", "NOT_FOUND"),
     (LeaseError, "LEASE", "NOT_FOUND"),
+    (AbortedError, "ABORTED", "ABORTED"),
     (TransactionError, "TRANSACTION", "FAILED_PRECONDITION"),
     (RendezvousTimeoutError, "TIMEOUT", "DEADLINE_EXCEEDED"),
     (RendezvousUnavailableError, "UNAVAILABLE", "UNAVAILABLE"),

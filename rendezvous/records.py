@@ -207,6 +207,7 @@ class Transaction:
     decision: Decision = Decision.PENDING
     outcome: Decision = Decision.PENDING
     reason: str = ""
+    decided_at: float = 0.0
 
     @property
     def finished(self) -> bool:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from reshard.rendezvous.errors import EqualityError, StaleError, TransactionError
+from reshard.rendezvous.errors import AbortedError, EqualityError, StaleError, TransactionError
 from reshard.rendezvous.records import (
     Ballot,
     Beat,
@@ -87,8 +87,16 @@ class Pending:
     reason: str
 
 
-def join(view: View, wish: Join) -> Granted | Pending:
-    """Join the group's transaction, opening it if there is none, and take a lease on its version."""
+def join(view: View, wish: Join) -> Granted | Pending | AbortedError:
+    """Join the group's transaction, opening it if there is none, and take a lease on its version.
+
+    A member that comes after the group's transaction was aborted without it hears of that, once, instead of opening
+    another that those who know of the abort may never join.
+
+    Returns
+    -------
+    An AbortedError is for the caller to raise; the state that goes with it is kept.
+    """
     require_worker(view, wish.worker_id, role="receiver", model=wish.model)
     if wish.member not in wish.members:
         raise TransactionError(f"member {wish.member!r} is not among the members of {wish.group!r}")
@@ -104,6 +112,10 @@ def join(view: View, wish: Join) -> Granted | Pending:
         txn = view.get(transaction_key(txn.id))
         if txn is not None and not txn.finished:
             return Pending(f"transaction {txn.id} of group {wish.group!r} is committed and not finished")
+    missed = _missed_abort(view, wish, group)
+    if missed is not None:
+        view.put(key, replace(group, joined={**group.joined, wish.member: group.seq}))
+        return AbortedError(f"transaction {missed.id} to {missed.key} was aborted: {missed.reason}")
     chosen = _choose(view, wish)
     if chosen is None:
         return Pending("no complete version")
@@ -127,6 +139,17 @@ def join(view: View, wish: Join) -> Granted | Pending:
     )
     view.put(key, group)
     return _enter(view, wish, txn, Ballot(txn.id), chosen)
+
+
+def _missed_abort(view: View, wish: Join, group: Group) -> Transaction | None:
+    """Return the group's last transaction if it was aborted while this member was on its way to it."""
+    txn = view.get(transaction_key(group.history[-1]), watch=False) if group.history else None
+    if txn is None or txn.decision is not Decision.ABORT or wish.member not in txn.members:
+        return None
+    if group.joined.get(wish.member, 0) >= txn.seq or view.now >= txn.deadline:
+        return None
+    worker = require_worker(view, wish.worker_id)
+    return txn if worker.registered_at <= txn.decided_at else None
 
 
 def _join_open(view: View, wish: Join, txn: Transaction) -> Granted | Pending | None:
@@ -340,7 +363,7 @@ def _decide(view: View, txn: Transaction, ballot: Ballot, verdict: Decision, rea
             lost = lost_slots(view, version) if version is not None else ()
             if version is not None and lost:
                 reason = f"{reason}; {_name_lost(view, version, lost)}"
-        txn = replace(txn, decision=verdict, reason=reason, deadline=view.now + txn.timeout_s)
+        txn = replace(txn, decision=verdict, reason=reason, deadline=view.now + txn.timeout_s, decided_at=view.now)
     elif txn.decision is Decision.COMMIT and txn.outcome is Decision.PENDING:
         txn = replace(txn, outcome=verdict, reason=reason)
     else:

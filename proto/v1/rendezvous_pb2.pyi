@@ -20,6 +20,7 @@ class ErrorKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_KIND_TIMEOUT: _ClassVar[ErrorKind]
     ERROR_KIND_UNAVAILABLE: _ClassVar[ErrorKind]
     ERROR_KIND_AUTHENTICATION: _ClassVar[ErrorKind]
+    ERROR_KIND_ABORTED: _ClassVar[ErrorKind]
 
 class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -60,6 +61,7 @@ ERROR_KIND_TRANSACTION: ErrorKind
 ERROR_KIND_TIMEOUT: ErrorKind
 ERROR_KIND_UNAVAILABLE: ErrorKind
 ERROR_KIND_AUTHENTICATION: ErrorKind
+ERROR_KIND_ABORTED: ErrorKind
 ROLE_UNSPECIFIED: Role
 ROLE_TRAINER: Role
 ROLE_RECEIVER: Role

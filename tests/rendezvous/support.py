@@ -30,7 +30,7 @@ def receiver(rdv: Rendezvous, name: str, ttl_s: float = 10.0) -> Worker:
 
 
 def make_record(slot: str, worker_id: str, digest: bytes, base: int = 4096, **extra: object) -> SlotRecord:
-    extra.setdefault("digest_root", bytes([len(slot)]) * 32)
+    extra.setdefault("digest_root", bytes([len(slot) % 256]) * 32)
     return SlotRecord(
         slot,
         worker_id,
@@ -59,7 +59,6 @@ def wait(
     extra = {"timeout_s": 5.0, "group": "g", **extra}
     return rdv.await_version(
         MODEL,
-        group="g",
         members=members,
         member=member,
         worker=worker,

@@ -11,6 +11,7 @@ from tests.rendezvous.support import MODEL, empty_part, make_part, make_record, 
 
 from reshard.rendezvous.client import Rendezvous, Worker
 from reshard.rendezvous.errors import (
+    AbortedError,
     EqualityError,
     InvalidRequestError,
     LeaseError,
@@ -376,11 +377,26 @@ def test_a_member_that_can_no_longer_join_aborts_the_transaction(rdv: Rendezvous
     publish(rdv, 1, {"t0": lost, "t1": survivor})
     txn = wait(rdv, "r0", receivers["r0"]).transaction
     lost.close()
-    with pytest.raises(RendezvousTimeoutError):
-        wait(rdv, "r1", receivers["r1"], timeout_s=0.3)
+    with pytest.raises(AbortedError, match="'r1' can no longer join"):
+        wait(rdv, "r1", receivers["r1"])
     facts = rdv.vote(txn, "r0", True, names_consumed=["w"], wire_bytes=1, timeout_s=5.0)
     assert facts.decision is Decision.ABORT
     assert facts.reason == "'r1' can no longer join qwen@0.1; lost slots 't0' (host-t0)"
+
+
+def test_a_late_member_hears_of_the_abort_once(rdv: Rendezvous) -> None:
+    publish(rdv, 1, {"t0": trainer(rdv, "t0")})
+    receivers = {name: receiver(rdv, name) for name in ("r0", "r1")}
+    first = wait(rdv, "r0", receivers["r0"]).transaction
+    assert rdv.vote(first, "r0", False, reason="no room", timeout_s=5.0).decision is Decision.ABORT
+    with pytest.raises(AbortedError, match="'r0' voted no: no room"):
+        wait(rdv, "r1", receivers["r1"])
+    second = wait(rdv, "r1", receivers["r1"]).transaction
+    assert second not in ("", first)
+    assert wait(rdv, "r0", receivers["r0"]).transaction == second
+    reborn = receiver(rdv, "r1")
+    assert rdv.vote(second, "r0", False, timeout_s=5.0).decision is Decision.ABORT
+    assert wait(rdv, "r1", reborn).transaction not in (first, second), "it had joined; and a new life knows nothing"
 
 
 def test_deadline_of_a_transaction(rdv: Rendezvous) -> None:
