@@ -255,9 +255,9 @@ class Attempt:
         r = self._receiver
         last: RendezvousError | None = None
         mutated = self.machine.mutated
+        wait_s = 0.0  # only a fact that is known to be open is waited for
         while deadline.left_s > 0:
             try:
-                wait_s = min(_ASK_S, max(deadline.left_s, 1e-3))
                 facts = r.rendezvous.ask_decision(manifest.transaction, wait_s=wait_s, timeout_s=wait_s + _ASK_S)
             except RendezvousError as error:
                 last = error
@@ -265,6 +265,7 @@ class Attempt:
                 continue
             if (facts.outcome if mutated else facts.decision) is not Decision.PENDING:
                 return facts
+            wait_s = min(_ASK_S, max(deadline.left_s, 1e-3))
         raise InDoubtError(
             f"member {r.member!r} voted yes on {manifest.version} and could not learn the decision within "
             f"{deadline.timeout_s:g} s; it serves nothing new until Receiver.resolve does"

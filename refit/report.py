@@ -103,6 +103,15 @@ class RefitReport:
     failovers: tuple[str, ...] = ()
     plan_digest: bytes = field(default=b"", repr=False)
 
+    def __str__(self) -> str:
+        kind = "cold" if self.cold else "warm"
+        return (
+            f"{self.version} on {self.member} ({kind}, {self.mode}): {self.useful_bytes:,} bytes useful, "
+            f"{self.wire_bytes:,} on the "
+            f"wire, {self.verified_bytes:,} verified; {self.gbps:.2f} GB/s, {self.total_s:.3f} s in all; "
+            f"{self.coverage_pct:.2f} % of the engine covered"
+        )
+
     @property
     def total_s(self) -> float:
         """Seconds of the whole refit."""

@@ -228,8 +228,8 @@ def traced_type() -> type[torch.Tensor]:
             """The refusal of a loader that looks at values."""
             names = sorted(self.origin.names)
             return UnsupportedLoaderError(
-                f"the loader takes the values of {', '.join(map(repr, names[:3]))} out of torch ({how}); capture cannot "
-                "follow them there",
+                f"the loader takes the values of {', '.join(map(repr, names[:3]))} out of torch ({how}); "
+                "capture cannot follow them there",
                 source=names[0] if names else "",
             )
 
