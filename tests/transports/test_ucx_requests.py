@@ -8,13 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.transports import EndpointError
+from reshard.transports.identity import ProcessIdentity
 from reshard.transports.ucx import UcxTransport
 from reshard.transports.ucx import declarations as d
 from reshard.transports.ucx.payload import UcxAddress, decode_address, encode_address
 
 keys = st.binary(min_size=1, max_size=40)
+processes = st.builds(
+    ProcessIdentity, st.binary(min_size=16, max_size=16), *(st.integers(0, 2**bits - 1) for bits in (64, 32, 64))
+)
 addresses = st.builds(
     UcxAddress,
+    processes,
     st.binary(min_size=1, max_size=200),
     st.integers(1, 2**64 - 1),
     keys,
@@ -43,7 +48,7 @@ def test_a_damaged_payload_is_refused_or_decodes_to_something_bounded(address, d
 
 
 def test_keys_must_match_the_region_table():
-    payload = encode_address(UcxAddress(b"w", 1, b"k", (b"a", b"b")))
+    payload = encode_address(UcxAddress(ProcessIdentity.own(), b"w", 1, b"k", (b"a", b"b")))
     with pytest.raises(EndpointError, match="2 keys, expected 3"):
         decode_address(payload, 3)
 

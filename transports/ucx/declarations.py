@@ -172,7 +172,6 @@ void *memset(void *at, int byte, size_t n);
 void *open_memstream(char **text, size_t *size);
 int fclose(void *stream);
 void free(void *at);
-int sigaction(int number, const void *new_action, void *old_action);
 """
 
 # ucp_params_t

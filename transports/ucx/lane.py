@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.transports.errors import PeerError, TransferError, TransferTimeoutError, TransportError
+from reshard.transports.identity import ProcessIdentity
 from reshard.transports.regions import U64
 from reshard.transports.ucx import declarations as d
 from reshard.transports.ucx.callbacks import callbacks_of
@@ -106,6 +107,8 @@ class Lane:
         For messages.
     address : bytes
         The peer's UCX worker address.
+    process : ProcessIdentity
+        The peer's process, to tell why a read failed.
 
     Attributes
     ----------
@@ -120,8 +123,9 @@ class Lane:
         If UCX cannot open a worker.
     """
 
-    def __init__(self, context: Context, peer: str, address: bytes) -> None:
+    def __init__(self, context: Context, peer: str, address: bytes, process: ProcessIdentity) -> None:
         self.peer = peer
+        self._process = process
         self.library = context.library
         self._lock = threading.Lock()
         self._closing = False
@@ -312,11 +316,13 @@ class Lane:
     def _error(self, status: int, what: str) -> TransportError:
         text = self.library.status_text(status)
         if status == d.ERR_IO_ERROR:
-            # CMA says no more than this.
-            return PeerError(
-                f"peer {self.peer!r} has exited, or has unmapped memory that it registered: {what}: {text}",
-                peer=self.peer,
-            )
+            # What CMA says when the process has exited and when it has unmapped memory that it registered.
+            try:
+                self._process.check(self.peer)
+            except PeerError as error:
+                return error
+            why = "has unmapped memory that it registered" if self._process.visible else "has exited or unmapped memory"
+            return PeerError(f"peer {self.peer!r} {why}: {what}: {text}", peer=self.peer)
         if status in _PEER_GONE:
             return PeerError(f"peer {self.peer!r} is gone: {what}: {text}", peer=self.peer)
         return TransferError(f"reading from peer {self.peer!r} failed: {what}: {text}", peer=self.peer)

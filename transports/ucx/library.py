@@ -15,7 +15,6 @@ import ctypes.util
 import importlib.util
 import logging
 import os
-import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.planner.errors import require
 from reshard.transports.errors import TransportUnavailableError
+from reshard.transports.signals import signal_handlers_kept
 from reshard.transports.ucx.declarations import CDEF, NEWEST_TRIED, OLDEST
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 SETTING = "RESHARD_UCX_LIBRARY"
-_SIGACTION_BYTES = 1024  # more than any libc has
 _NAMES = ("libucp.so.0", "libucp.so")
 
 
@@ -147,10 +146,8 @@ def _open(origin: str, path: str) -> Library:
     ffi = require("cffi", extra="ucx").FFI()
     ffi.cdef(CDEF)
     libc = ffi.dlopen(None)
-    handlers = _signal_handlers(ffi, libc)
-    ucp = ffi.dlopen(path, ffi.RTLD_LOCAL | ffi.RTLD_NOW)
-    for number, handler in handlers.items():
-        libc.sigaction(number, handler, ffi.NULL)
+    with signal_handlers_kept():
+        ucp = ffi.dlopen(path, ffi.RTLD_LOCAL | ffi.RTLD_NOW)
     numbers = [ffi.new("unsigned *") for _ in range(3)]
     ucp.ucp_get_version(*numbers)
     version = (int(numbers[0][0]), int(numbers[1][0]), int(numbers[2][0]))
@@ -164,13 +161,3 @@ def _open(origin: str, path: str) -> Library:
     if version[:2] > NEWEST_TRIED:
         _log.warning("UCX %s at %s is newer than any that was tried", ".".join(map(str, version)), path)
     return Library(ffi, ucp, path, origin, version, int(ffi.cast("uintptr_t", libc.memset)))
-
-
-def _signal_handlers(ffi: FFI, libc: Any) -> dict[int, object]:
-    """Return every signal's disposition, as the opaque ``struct sigaction`` that sets it again."""
-    handlers: dict[int, object] = {}
-    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        handlers[int(number)] = ffi.new("char[]", _SIGACTION_BYTES)
-        if libc.sigaction(number, ffi.NULL, handlers[int(number)]):
-            del handlers[int(number)]
-    return handlers

@@ -1,9 +1,9 @@
 """The UCX part of an endpoint message: where the beacon lies, the worker's address, and one key for each region.
 
-Layout, little-endian: beacon address (u64), bytes of its key (u16), bytes of the worker address (u16), number of
-regions (u32), bytes of each region's key (u16 each), then the beacon's key, the worker address and the regions'
-keys. The message around it is checked for damage; here only a hostile or faulty writer remains, so every size is
-checked again.
+Layout, little-endian: the process (`ProcessIdentity`), beacon address (u64), bytes of its key (u16), bytes of the
+worker address (u16), number of regions (u32), bytes of each region's key (u16 each), then the beacon's key, the
+worker address and the regions' keys. The message around it is checked for damage; here only a hostile or faulty
+writer remains, so every size is checked again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from reshard.transports.errors import EndpointError
+from reshard.transports.identity import ProcessIdentity
 
 _HEADER = struct.Struct("<QHHI")
 
@@ -26,6 +27,8 @@ class UcxAddress:
 
     Attributes
     ----------
+    process : ProcessIdentity
+        Whose memory it is.
     worker : bytes
         UCX worker address.
     beacon_address : int
@@ -36,6 +39,7 @@ class UcxAddress:
         Packed key of each region, in the order of the endpoint's region table.
     """
 
+    process: ProcessIdentity
     worker: bytes
     beacon_address: int
     beacon_key: bytes
@@ -56,7 +60,7 @@ def encode_address(address: UcxAddress) -> bytes:
         raise EndpointError(f"ucx payload: a part of {longest} bytes, expected at most {0xFFFF}")
     header = _HEADER.pack(address.beacon_address, len(address.beacon_key), len(address.worker), len(address.keys))
     sizes = np.array([len(key) for key in address.keys], "<u2").tobytes()
-    return b"".join((header, sizes, *parts))
+    return b"".join((address.process.pack(), header, sizes, *parts))
 
 
 def decode_address(payload: bytes, n_regions: int) -> UcxAddress:
@@ -67,6 +71,7 @@ def decode_address(payload: bytes, n_regions: int) -> UcxAddress:
     EndpointError
         Saying which part does not fit.
     """
+    process, payload = ProcessIdentity.unpack(payload), payload[ProcessIdentity.NBYTES :]
     if len(payload) < _HEADER.size:
         raise EndpointError(f"ucx payload: got {len(payload)} bytes, expected at least {_HEADER.size}")
     beacon_address, beacon_bytes, worker_bytes, n_keys = _HEADER.unpack_from(payload)
@@ -82,7 +87,7 @@ def decode_address(payload: bytes, n_regions: int) -> UcxAddress:
     if stops[-1] != len(payload):
         raise EndpointError(f"ucx payload: got {len(payload)} bytes, expected {stops[-1]}")
     parts = [payload[start:stop] for start, stop in pairwise(stops)]
-    return UcxAddress(parts[1], beacon_address, parts[0], tuple(parts[2:]))
+    return UcxAddress(process, parts[1], beacon_address, parts[0], tuple(parts[2:]))
 
 
 def _key_sizes(payload: bytes, n_keys: int) -> Sequence[int]:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.transports.base import Allocation, Capabilities
-from reshard.transports.beacon import BEACON_BYTES, Beacon, check_beacon
+from reshard.transports.beacon import BEACON_BYTES, Beacon, beacon_image, check_beacon
 from reshard.transports.common import CommonTransport
 from reshard.transports.devicemem import allocate_device
 from reshard.transports.endpoint import Endpoint
@@ -29,6 +29,7 @@ from reshard.transports.errors import (
     TransportUnavailableError,
 )
 from reshard.transports.hostmem import allocate_pages
+from reshard.transports.identity import ProcessIdentity
 from reshard.transports.ledger import Entry
 from reshard.transports.lists import ConnectedPeer, Work
 from reshard.transports.regions import U64, MemoryKind, Region
@@ -103,6 +104,7 @@ class UcxTransport(CommonTransport):
         except BaseException:
             self._context.close()
             raise
+        self._process = ProcessIdentity.own()
         callbacks = callbacks_of(self._context.library)
         callbacks.serve_identity(self._serving.handle, callbacks.new_token(), self.incarnation)
         self._address = self._serving.address()
@@ -136,13 +138,14 @@ class UcxTransport(CommonTransport):
     def _payload(self) -> bytes:
         keys = tuple(cast(MappedMemory, entry.native).key for entry in self._ledger.entries())
         at = int(self._beacon_memory.ctypes.data)
-        return encode_address(UcxAddress(self._address, at, self._beacon_map.key, keys))
+        return encode_address(UcxAddress(self._process, self._address, at, self._beacon_map.key, keys))
 
     def _withdrawn(self, generation: int) -> None:
         self._beacon.withdraw(generation)
 
     def _dial(self, peer: ConnectedPeer, deadline: float) -> UcxPeer:
         address = decode_address(peer.endpoint.payload, len(peer.endpoint.regions))
+        address.process.check(peer.name)  # sees on one host, before UCX is asked, what UCX does not see at all
         native = UcxPeer(self._context, peer, address, deadline)
         try:
             through = native.gate.post()
@@ -239,11 +242,12 @@ class GetSlice:
 class BeaconGate(GetSlice):
     """Fetches the peer's beacon and compares it with its endpoint message."""
 
-    __slots__ = ("_endpoint", "_image", "_name")
+    __slots__ = ("_endpoint", "_healthy", "_image", "_name")
 
     def __init__(self, lane: Lane, gets: Gets, image: npt.NDArray[np.uint8], endpoint: Endpoint, name: str) -> None:
         super().__init__(lane, gets)
         self._image = image
+        self._healthy = beacon_image(endpoint)
         self._endpoint = endpoint
         self._name = name
 
@@ -260,7 +264,7 @@ class BeaconGate(GetSlice):
             here = drive()
         except TransferError as error:
             raise PeerError(f"peer {self._name!r} does not serve any more: {error}", peer=self._name) from error
-        if here:
+        if here and not self._image.tobytes().startswith(self._healthy):
             check_beacon(self._image, self._endpoint, self._name)
         return here
 
@@ -277,7 +281,7 @@ class UcxPeer:
         self._lane: Lane | None = None
         try:
             image_map = self._image_map = context.map(Region.of(self._image))
-            self.lane = self._lane = Lane(context, peer.name, address.worker)
+            self.lane = self._lane = Lane(context, peer.name, address.worker, address.process)
             if self.lane.identify(deadline) != peer.endpoint.incarnation:
                 raise PeerError(
                     f"peer {peer.name!r} is not there any more: another process has taken its address", peer=peer.name
