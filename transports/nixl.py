@@ -305,9 +305,9 @@ class NixlTransport(CommonTransport):
         return False
 
     def _rebuild(self) -> None:
-        agent, self._reading = self._reading, None
-        if agent is not None:
-            agent.destroy()
+        if self._reading is not None:
+            self._reading.destroy()
+        self._reading = None
 
     def _shut_down(self) -> None:
         if self._beacon is not None:

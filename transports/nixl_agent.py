@@ -11,7 +11,7 @@ import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from logging import getLogger
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ from reshard.transports.errors import PeerError, TransferError, TransportError, 
 from reshard.transports.hostmem import allocate_pages
 from reshard.transports.nixl_library import mapped, translate
 from reshard.transports.regions import U64, MemoryKind, Region
+from reshard.transports.signals import signal_handlers_kept
 
 if TYPE_CHECKING:
     from nixl_cu12 import nixl_agent, nixl_prepped_dlist_handle, nixl_xfer_handle
@@ -92,14 +93,16 @@ class Agent:
                 capture_telemetry=settings.telemetry,
                 backends=[],
             )
-            agent: nixl_agent = nixl.nixl_agent(name, config)
+            with signal_handlers_kept():
+                agent: nixl_agent = nixl.nixl_agent(name, config)
             if settings.backend not in agent.get_plugin_list():
                 raise TransportUnavailableError(
                     f"NIXL has no plug-in {settings.backend!r}, expected one of {', '.join(agent.get_plugin_list())}",
                     package=nixl.__name__,
                     extra="nixl",
                 )
-            agent.create_backend(settings.backend, dict(settings.options))
+            with signal_handlers_kept():  # this loads UCX
+                agent.create_backend(settings.backend, dict(settings.options))
         except TransportError:
             raise
         except Exception as error:
@@ -109,6 +112,7 @@ class Agent:
                 extra="nixl",
             ) from error
         self._agent: nixl_agent | None = agent
+        self._gone: Callable[[], object] = weakref.ref(agent.agent)
 
     @property
     def native(self) -> nixl_agent:
@@ -212,15 +216,14 @@ class Agent:
         """
         with self.lock:
             agent, self._agent = self._agent, None
-            if agent is None:
-                return
-            self._registered.clear()
-            self._links.clear()
-            gone = weakref.ref(agent.agent)
-            del agent
-            if gone() is not None:
+            if agent is not None:
+                self._gone = weakref.ref(agent.agent)
+                self._registered.clear()
+                self._links.clear()
+                del agent
+            if self._gone() is not None:
                 gc.collect()
-            if gone() is not None:
+            if self._gone() is not None:
                 raise TransferError(f"NIXL agent {self.name} is still referred to and cannot be destroyed")
             self._landing.clear()
             self._free_slots.clear()
@@ -316,6 +319,7 @@ class NixlSlice:
                 self.flying = True
                 return self._is_done(agent.native.transfer(handle), handle)
         except Exception as error:
+            handle = None  # the error keeps this frame, and a handle would keep the agent
             raise translate(error, f"posting a read from peer {self._peer!r}", self._peer) from error
 
     def poll(self) -> bool:
@@ -327,6 +331,7 @@ class NixlSlice:
             with agent.lock:
                 return self._is_done(agent.native.check_xfer_state(handle), handle)
         except Exception as error:
+            handle = None  # as above
             raise translate(error, f"reading from peer {self._peer!r}", self._peer) from error
 
     def _is_done(self, state: str, handle: nixl_xfer_handle) -> bool:

@@ -24,6 +24,7 @@ from reshard.transports.errors import (
     TransportError,
     TransportUnavailableError,
 )
+from reshard.transports.signals import signal_handlers_kept
 
 PACKAGES = ("nixl_cu13", "nixl_cu12")
 
@@ -62,7 +63,8 @@ def load() -> ModuleType:
         raise TransportUnavailableError(str(missing), package="nixl_cu12", extra="nixl") from missing
     raises = logging.raiseExceptions
     try:
-        module = importlib.import_module(package)
+        with signal_handlers_kept():
+            module = importlib.import_module(package)
     except (ImportError, OSError) as error:
         raise TransportUnavailableError(
             f"{package} is installed but does not load: {error}", package=package, extra="nixl"
