@@ -307,3 +307,86 @@ def read_table(scenario: Scenario) -> ReadTable:
             )
         )
     return ReadTable.build([Buffer(b.name, b.shape, b.dtype) for b in scenario.buffers], requests)
+
+
+@st.composite
+def layered_scenarios(draw: st.DrawFn) -> Scenario:
+    """Many tensors of few shapes, sharded alike but for some: what planning by class is for, and where it can go wrong.
+
+    Layers share shape, dtype, sharding and requests; then single layers are re-cut, move to other holders, lose or gain a
+    replica, are read by another view, or lie in another order in memory.
+    """
+    scenario = Scenario()
+    kinds = [
+        (draw(st.sampled_from(["bfloat16", "float32", "uint8"])), draw(shapes(min_rank=1, max_rank=3, max_elems=24)))
+        for _ in range(draw(st.integers(1, 2)))
+    ]
+    n_layers = draw(st.integers(2, 7))
+    names = [f"trainer-{index}" for index in range(draw(st.integers(1, 5)))]
+    region_bytes = {name: [0, 0] for name in names}
+    rows: list[RefShard] = []
+    for kind, (dtype, shape) in enumerate(kinds):
+        usual_cut = draw(shardings(shape))
+        usual_owner = [draw(st.permutations(names))[: draw(st.integers(1, 2))] for _ in usual_cut]
+        usual_view = draw(views(RefTensor("", dtype, shape)))
+        for layer in range(n_layers):
+            tensor = RefTensor(f"layers.{layer}.w{kind}", dtype, shape)
+            scenario.tensors[tensor.name] = tensor
+            odd = draw(st.sampled_from(["", "", "", "cut", "owner", "view", "skip", "group"]))
+            cut = draw(shardings(shape)) if odd == "cut" else usual_cut
+            owner = usual_owner
+            if odd in ("cut", "owner"):
+                owner = [draw(st.permutations(names))[: draw(st.integers(1, 3))] for _ in cut]
+            group = 9 if odd == "group" else kind
+            for (start, stop), holders in zip(cut, owner, strict=True):
+                for holder in holders:
+                    rows.append(RefShard(holder, tensor.name, start, stop, draw(st.integers(0, 1)), 0, group))
+            if odd == "skip":
+                continue
+            view = draw(views(tensor)) if odd == "view" else usual_view
+            shape_of_view = tuple(view.count)
+            strides = tuple(n_elems(shape_of_view[axis + 1 :]) for axis in range(len(shape_of_view)))
+            strides = tuple(s if c > 1 else 0 for s, c in zip(strides, view.count, strict=True))
+            number = len(scenario.buffers)
+            scenario.buffers.append(RefBuffer(tensor.name, dtype, shape_of_view))
+            scenario.requests.append(RefRequest(tensor.name, view.start, view.step, view.count, number, 0, strides))
+    fill_content(scenario, draw(st.integers(0, 2**32 - 1)))
+    if draw(st.booleans()):
+        rows = draw(st.permutations(rows))
+    for row in rows:
+        sizes = region_bytes[row.holder]
+        extents = [b - a for a, b in zip(row.start, row.stop, strict=True)]
+        scenario.shards.append(dataclasses.replace(row, offset=sizes[row.region]))
+        sizes[row.region] += n_bytes(scenario.tensors[row.tensor].dtype, extents)
+    scenario.region_bytes = region_bytes
+    return scenario
+
+
+@st.composite
+def two_layout_scenarios(draw: st.DrawFn) -> Scenario:
+    """Tensors published in two layouts that claim equal content, each perhaps with gaps that the other fills."""
+    scenario = Scenario()
+    names = {"old": ["old-0", "old-1"], "new": ["new-0", "new-1", "new-2"]}
+    region_bytes = {name: [0] for holders in names.values() for name in holders}
+    rows: list[RefShard] = []
+    for index in range(draw(st.integers(1, 3))):
+        shape = draw(shapes(min_rank=1, max_rank=3, max_elems=60))
+        tensor = RefTensor(f"w.{index}", draw(st.sampled_from(["bfloat16", "uint8"])), shape)
+        scenario.tensors[tensor.name] = tensor
+        for layout, holders in names.items():
+            boxes = draw(shardings(shape))
+            if draw(st.booleans()):
+                boxes = draw(st.lists(st.sampled_from(boxes), unique=True, max_size=len(boxes)))
+            for start, stop in boxes:
+                holder = draw(st.sampled_from(holders))
+                rows.append(RefShard(holder, tensor.name, start, stop, 0, 0, -1, layout, "step-7"))
+    for row in rows:
+        sizes = region_bytes[row.holder]
+        extents = [b - a for a, b in zip(row.start, row.stop, strict=True)]
+        scenario.shards.append(dataclasses.replace(row, offset=sizes[0]))
+        sizes[0] += n_bytes(scenario.tensors[row.tensor].dtype, extents)
+    scenario.region_bytes = region_bytes
+    fill_content(scenario, draw(st.integers(0, 2**32 - 1)))
+    for _ in range(draw(st.integers(1, 2))):
+        draw(_buffer(scenario, fills=False, overwrites=True, casts=False, stepped=True, interleaved=False))
+    return scenario

@@ -1,0 +1,158 @@
+"""Sub-byte and block-scaled dtypes: cuts between bytes, and scales cut with their blocks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.planner.world import World
+from tests.reference import Bits, RefTensor, flat, n_bytes, points
+
+from reshard.planner import (
+    Buffer,
+    CoverageError,
+    DTypeError,
+    Holder,
+    PlanOptions,
+    ReadRequest,
+    ReadTable,
+    Shard,
+    ShardPart,
+    ShardTable,
+    plan,
+)
+from reshard.planner.execute import execute
+from reshard.planner.explain import explain_byte
+
+LABELS = ["int4", "uint4", "float4_e2m1fn"]
+
+
+@given(st.sampled_from(LABELS), st.integers(1, 6), st.integers(1, 6), st.sampled_from([1, 64]), st.data())
+def test_packed_tensors_are_cut_and_moved_by_the_byte(
+    label: str, rows: int, pairs: int, budget: int, data: st.DataObject
+) -> None:
+    """Any grid on byte boundaries into any narrow, step over rows, select and row order, against nibbles."""
+    shape = (rows, 2 * pairs)
+    content = bytes(data.draw(st.lists(st.integers(0, 255), min_size=rows * pairs, max_size=rows * pairs)))
+    row_cuts = sorted({0, rows, data.draw(st.integers(0, rows))})
+    column_cuts = sorted({0, pairs, data.draw(st.integers(0, pairs))})
+    parts, memory = [], {}
+    whole = Bits(bytearray(content), 4)
+    for i, (a, b) in enumerate(zip(row_cuts, row_cuts[1:], strict=False)):
+        for j, (c, d) in enumerate(zip(column_cuts, column_cuts[1:], strict=False)):
+            name = f"r{i}{j}"
+            shard = Shard("w", label, shape, (a, 2 * c), (b, 2 * d))
+            size = (b - a) * (d - c)
+            parts.append(ShardPart.from_shards(Holder(name), [shard], [size]))
+            local = Bits(bytearray(size), 4)
+            for index, point in enumerate(points(shard.start, shard.stop)):
+                local.put(0, index, whole.get(0, flat(shape, point)))
+            memory[name] = [np.frombuffer(local.data, np.uint8)]
+    first = data.draw(st.integers(0, rows - 1))
+    step = data.draw(st.integers(1, 2))
+    count = data.draw(st.integers(1, 1 + (rows - 1 - first) // step))
+    start = 2 * data.draw(st.integers(0, pairs - 1))
+    width = 2 * data.draw(st.integers(1, pairs - start // 2))
+    request = ReadRequest("w", shape, label, (first, start), (step, 1), (count, width), 0, 0, (width, 1))
+    reads = ReadTable.build([Buffer("p", (count, width), label)], [request])
+    made = plan(ShardTable(parts), reads, PlanOptions(max_runs_per_block=budget))
+    (got,) = execute(made, memory, [np.zeros(count * width // 2, np.uint8)])
+    want = Bits(bytearray(count * width // 2), 4)
+    for i in range(count):
+        for j in range(width):
+            want.put(0, i * width + j, whole.get(0, (first + i * step) * shape[1] + start + j))
+    assert got.tobytes() == bytes(want.data)
+    assert made.certificate.written_bytes == n_bytes(label, (count, width))
+    origin = explain_byte(made, "p", 0)
+    assert origin.element == (first, start)
+    assert RefTensor("w", label, shape).shape == shape
+
+
+def packed(start: int, count: int, dst_offset: int, dst_stride: tuple[int, int], step: int = 1) -> ReadTable:
+    request = ReadRequest("w", (4, 8), "int4", (0, start), (1, step), (4, count), 0, dst_offset, dst_stride)
+    return ReadTable.build([Buffer("p", (4, 16), "int4")], [request])
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        packed(1, 4, 0, (16, 1)),
+        packed(0, 3, 0, (16, 1)),
+        packed(0, 4, 1, (16, 1)),
+        packed(0, 4, 0, (15, 1)),
+        packed(0, 4, 0, (16, 2)),
+        packed(0, 4, 0, (1, 4)),
+        packed(0, 2, 0, (16, 1), step=2),
+        packed(0, 1, 0, (16, 0)),
+    ],
+    ids=[
+        "starts inside a byte",
+        "stops inside a byte",
+        "lands inside a byte",
+        "rows land inside a byte",
+        "spreads nibbles",
+        "transposes nibbles",
+        "steps over nibbles",
+        "selects a nibble",
+    ],
+)
+def test_requests_that_cut_inside_a_byte_are_refused(reads: ReadTable) -> None:
+    part = ShardPart.from_shards(Holder("a"), [Shard("w", "int4", (4, 8), (0, 0), (4, 8))], [16])
+    with pytest.raises(DTypeError, match="'w'|'p'"):
+        plan(ShardTable([part]), reads)
+
+
+# Block scales: ceil(n / 128) x ceil(k / 128)
+
+
+def scaled_world(rows: int, columns: int, block: int, holders: list[tuple[int, int]]) -> World:
+    """fp8 weights and their float32 scales, cut over holders by rows on the block grid."""
+    world = World()
+    world.tensor("w", np.arange(rows * columns).reshape(rows, columns) % 251, "float8_e4m3fn")
+    n_scales = -(-rows // block), -(-columns // block)
+    world.tensor("scale", np.arange(n_scales[0] * n_scales[1]).reshape(n_scales) / 8, "float32")
+    for number, (start, stop) in enumerate(holders):
+        world.hold(f"r{number}", "w", (start,), (stop,))
+        world.hold(f"r{number}", "scale", (start // block,), (-(-stop // block),))
+    return world
+
+
+def test_rows_128_to_384_of_a_128_blocked_tensor_read_scale_rows_1_to_3() -> None:
+    world = scaled_world(512, 200, 128, [(0, 256), (256, 512)])
+    world.buffer("w", 256, 200, label="float8_e4m3fn")
+    world.buffer("scale", 2, 2, label="float32")
+    world.copy("w", np.s_[128:384], 0)
+    world.copy("scale", np.s_[1:3], 1)
+    made = world.check()
+    blocks = made.blocks
+    scale_rows = [
+        (int(blocks.start[-2][i]), int(blocks.start[-2][i] + blocks.count[-2][i]))
+        for i in np.flatnonzero(blocks.buffer == 1).tolist()
+    ]
+    assert sorted(scale_rows) == [(1, 2), (2, 3)]
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4), st.data())
+def test_weights_and_scales_stay_together_with_partial_blocks_at_the_edges(
+    rows: int, columns: int, block: int, data: st.DataObject
+) -> None:
+    grid = [*range(0, rows, block), rows]
+    inner = sorted(set(data.draw(st.lists(st.sampled_from(grid), max_size=2))) | {0, rows})
+    world = scaled_world(rows, columns, block, list(zip(inner, inner[1:], strict=False)))
+    start, stop = sorted(data.draw(st.lists(st.sampled_from(grid), min_size=2, max_size=2, unique=True)))
+    first, last = start // block, -(-stop // block)
+    world.buffer("w", stop - start, columns, label="float8_e4m3fn")
+    world.buffer("scale", last - first, -(-columns // block), label="float32")
+    world.copy("w", np.s_[start:stop], 0)
+    world.copy("scale", np.s_[first:last], 1)
+    world.check()
+
+
+def test_a_scale_that_its_holder_did_not_publish_is_missing_not_a_neighbours() -> None:
+    world = scaled_world(512, 128, 128, [(0, 256)])
+    world.hold("r1", "w", (256,), (512,))
+    world.buffer("scale", 2, 1, label="float32")
+    world.copy("scale", np.s_[1:3], 0)
+    with pytest.raises(CoverageError, match=r"'scale'.*\[2, 3\)"):
+        world.plan()
