@@ -1,9 +1,9 @@
 """Which boxes of Hugging Face tensors does one Megatron rank hold? Megatron itself is not imported.
 
 1. `MegatronModel` and `MegatronRank` are the sizes and the place in the parallel layout.
-2. `local_tensors` maps a GPT model's parameter names (Megatron Core's) to global, Hugging Face names and to pieces of those
-   tensors (`reshard.refit.adapters.megatron_pieces`). A name that it does not know, or a layer or expert number that it
-   cannot make global, is refused: nothing is guessed.
+2. `local_tensors` maps a GPT model's parameter names (Megatron Core's) to global, Hugging Face names and to pieces of
+   those tensors (`reshard.refit.adapters.megatron_pieces`). A name that it does not know, or a layer or expert number
+   that it cannot make global, is refused: nothing is guessed.
 
 Replicas are claimed only along the ranks that the caller names (`MegatronRank.copies`).
 """

@@ -1,8 +1,8 @@
 """What do the kinds of Megatron parameters hold, in terms of global tensors? Pure functions, without Megatron.
 
 1. A `Piece` says that some rows (or columns) of a local parameter are some rows (or columns) of a named global tensor.
-2. `column_pieces`, `row_pieces`, `gated_pieces`, `interleaved_pieces`, `qkv_pieces` and `vocabulary_pieces` describe the
-   kinds of parameters that there are.
+2. `column_pieces`, `row_pieces`, `gated_pieces`, `interleaved_pieces`, `qkv_pieces` and `vocabulary_pieces` describe
+   the kinds of parameters that there are.
 3. `cut_pieces` makes `LocalTensor`s of a parameter and its pieces, as views.
 4. `layer_offset` and `expert_range` make stage-local layer numbers and rank-local expert numbers global.
 """

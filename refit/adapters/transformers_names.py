@@ -25,6 +25,7 @@ from reshard.refit.tensors import LocalTensor, is_torch
 
 if TYPE_CHECKING:
     import torch
+    from peft import PeftModel
     from transformers import PreTrainedModel
 
     Convert = Callable[[str, torch.Tensor], Mapping[str, torch.Tensor]]
@@ -134,8 +135,34 @@ class CheckpointNames:
 
         from reshard.refit.adapters.torch_dtensor import named_tensors
 
-        named = named_tensors(model)
-        return cls._trace(named, lambda metas: revert_weight_conversion(model, metas))
+        names = cls._trace(named_tensors(model), lambda metas: revert_weight_conversion(model, metas))
+        if lost := [name for name, views in names.views.items() if not views]:
+            raise TableError(
+                f"tensor {lost[0]!r} and {len(lost) - 1} more: the model's conversion makes nothing of them"
+            )
+        return names
+
+    @classmethod
+    def of_peft(cls, model: PeftModel, adapter: str = "default") -> CheckpointNames:
+        """Take the names from PEFT: one adapter of the model (LoRA or another kind), and nothing of the model under it.
+
+        Parameters
+        ----------
+        model
+            A PEFT model; its parameters may be DTensors.
+        adapter
+            Name of the adapter. In checkpoint names it does not occur.
+        """
+        peft = require("peft", extra="peft")
+
+        from reshard.refit.adapters.torch_dtensor import named_tensors
+
+        return cls._trace(
+            named_tensors(model),
+            lambda metas: peft.get_peft_model_state_dict(
+                model, state_dict=metas, adapter_name=adapter, save_embedding_layers=False
+            ),
+        )
 
     @classmethod
     def of_convert(cls, named: Mapping[str, torch.Tensor], convert: Convert) -> CheckpointNames:
@@ -202,6 +229,10 @@ class CheckpointNames:
         ------
         TableError
             If a name is not one of the module's.
+
+        Notes
+        -----
+        A tensor of the module that has no views yields nothing: that is how an adapter goes out without its model.
         """
         found: list[LocalTensor] = []
         for tensor in held:
