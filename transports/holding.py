@@ -6,6 +6,7 @@ tables, merged and cut before it becomes native, and holds the registrations tha
 
 from __future__ import annotations
 
+import struct
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from reshard.transports import rows
 from reshard.transports.base import Peer, check_timeout
 from reshard.transports.endpoint import Endpoint, decode_endpoint, encode_endpoint
-from reshard.transports.errors import PeerError
+from reshard.transports.errors import EndpointError, PeerError
 from reshard.transports.hooks import Hooks
 from reshard.transports.ledger import Entry
 from reshard.transports.lists import ConnectedPeer, ListRegistration, PreparedList, Work
@@ -75,7 +76,10 @@ class Holding(Hooks):
 
     def _dial_again(self, peer: ConnectedPeer, deadline: float) -> None:
         epoch = self._epoch
-        peer.native = self._dial(peer, deadline)
+        try:
+            peer.native = self._dial(peer, deadline)
+        except struct.error as error:
+            raise EndpointError(f"peer {peer.name!r}: endpoint payload: {error}", peer=peer.name) from error
         peer.epoch = epoch
 
     def close_peer(self, peer: ConnectedPeer) -> None:

@@ -54,27 +54,29 @@ class Hooks(ABC):
     def allocate(self, nbytes: int, *, memory: MemoryKind = "dram", device: int = 0) -> Allocation:
         """See `Transport.allocate`."""
 
-    @abstractmethod
     def _register(self, region: Region) -> object:
-        """Register a region natively and return a handle."""
+        """Register a region natively and return a handle; by default there is nothing to do."""
+        return None
 
-    @abstractmethod
-    def _deregister(self, region: Region, native: object) -> None:
+    def _deregister(self, region: Region, native: object) -> None:  # noqa: B027 - optional
         """Undo that; never raises."""
 
     @abstractmethod
     def _payload(self) -> bytes:
         """Return the backend's part of the endpoint message."""
 
-    def _withdrawn(self, generation: int) -> None:  # noqa: B027 - a backend without a beacon has nothing to say
-        """Announce a new generation, before memory is withdrawn."""
+    @abstractmethod
+    def _withdrawn(self, generation: int) -> None:
+        """Announce a new generation (`Beacon.withdraw`), before memory is withdrawn."""
 
     @abstractmethod
     def _dial(self, peer: ConnectedPeer, deadline: float) -> object:
-        """Connect, prove that the peer is who its endpoint says, and return a native connection."""
+        """Connect, prove that the peer is who its endpoint says, and return a native connection.
 
-    @abstractmethod
-    def _hang_up(self, native: object) -> None:
+        A `struct.error` counts as a malformed payload.
+        """
+
+    def _hang_up(self, native: object) -> None:  # noqa: B027 - optional
         """Disconnect; never raises."""
 
     @abstractmethod

@@ -15,7 +15,9 @@ import os
 import numpy as np
 import numpy.typing as npt
 
+from reshard.transports.base import Allocation
 from reshard.transports.errors import RegistrationError
+from reshard.transports.regions import Region
 
 PAGE_BYTES = mmap.PAGESIZE
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # MADV_*, since Linux 5.14
@@ -47,6 +49,12 @@ def allocate_pages(nbytes: int) -> npt.NDArray[np.uint8]:
     array = np.frombuffer(pages, np.uint8)
     array[::PAGE_BYTES] = 0
     return array[:nbytes]
+
+
+def allocate_host(nbytes: int) -> Allocation:
+    """Return `allocate_pages` as an allocation."""
+    array = allocate_pages(nbytes)
+    return Allocation(array, Region(int(array.ctypes.data), nbytes, "dram", 0, array))
 
 
 def populate(address: int, nbytes: int) -> None:

@@ -31,7 +31,7 @@ from reshard.transports.identity import ProcessIdentity
 from reshard.transports.lists import ConnectedPeer, Work
 from reshard.transports.regions import MemoryKind, Region
 from reshard.transports.shared import SharedPages, map_from
-from reshard.transports.transfer import Slice
+from reshard.transports.transfer import Call, Slice
 
 # after the process: the control descriptor; then a descriptor and an offset for each region
 _CONTROL = struct.Struct("<i")
@@ -101,9 +101,6 @@ class MemoryTransport(CommonTransport):
         for pages in self._allocated:
             if pages.address <= region.address and region.stop <= pages.address + pages.nbytes:
                 return pages
-        return None
-
-    def _deregister(self, region: Region, native: object) -> None:
         return None
 
     def _withdrawn(self, generation: int) -> None:
@@ -179,24 +176,44 @@ class MemoryTransport(CommonTransport):
                 native.process = -1
 
     def _gate(self, peer: ConnectedPeer) -> Slice:
-        return _Gate(self, _connection(peer), peer)
+        connection = _connection(peer)
+        return Call(lambda: self._check(connection, peer))
 
     def _build(self, peer: ConnectedPeer, work: Work) -> list[Slice]:
         connection = _connection(peer)
         remote = work.remote
+        used = np.unique(work.remote_region).tolist()
+        kept: tuple[object, ...]
         if connection.owner is None:
-            used = np.unique(work.remote_region)
             moved = np.zeros(len(work.remote_table), np.uint64)
-            for region in used.tolist():
+            for region in used:
                 base = self._map(connection, peer, region)
                 moved[region] = (base - int(work.remote_table.address[region])) % 2**64  # the sum below wraps, too
             remote = remote.copy()
             remote[:, rows.ADDRESS] += moved[work.remote_region]
-        keep = list(connection.mapped.values())
+            kept = tuple(connection.mapped[region] for region in used)
+        else:
+            kept = tuple(self._owners(connection, [int(work.remote_table.address[region]) for region in used]))
         return [
-            _Copy(self, connection, peer, CopyList(*rows.between(work.local, remote, start, stop)), keep)
+            self._copy(connection, peer, CopyList(*rows.between(work.local, remote, start, stop)), kept)
             for start, stop in zip(work.cuts[:-1], work.cuts[1:], strict=True)
         ]
+
+    def _copy(self, connection: _Connection, peer: ConnectedPeer, copies: CopyList, kept: tuple[object, ...]) -> Slice:
+        """Return a slice that keeps the source's memory, or its mapping, for as long as it lives."""
+
+        def run(kept: tuple[object, ...] = kept) -> None:
+            copies.run()
+            self._check(connection, peer)  # what was withdrawn meanwhile is void
+
+        return Call(run)
+
+    def _owners(self, connection: _Connection, addresses: list[int]) -> list[object]:
+        owner = connection.owner() if connection.owner is not None else None
+        if owner is None:
+            return []
+        with owner._lock:
+            return [entry.region.owner for entry in owner._ledger.entries() if entry.region.address in addresses]
 
     def _map(self, connection: _Connection, peer: ConnectedPeer, region: int) -> int:
         array = connection.mapped.get(region)
@@ -218,48 +235,6 @@ class MemoryTransport(CommonTransport):
     def _shut_down(self) -> None:
         self._beacon.close()
         _LIVE.pop(self.incarnation, None)
-
-
-class _Gate:
-    """The check as a slice; always complete when it returns."""
-
-    moved = False
-    native_s = 0.0
-
-    def __init__(self, transport: MemoryTransport, connection: _Connection, peer: ConnectedPeer) -> None:
-        self._transport = transport
-        self._connection = connection
-        self._peer = peer
-
-    def post(self) -> bool:
-        self._transport._check(self._connection, self._peer)
-        return True
-
-    def poll(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        return None
-
-
-class _Copy(_Gate):
-    """Some copies, and the check after them."""
-
-    def __init__(
-        self,
-        transport: MemoryTransport,
-        connection: _Connection,
-        peer: ConnectedPeer,
-        copies: CopyList,
-        keep: list[npt.NDArray[np.uint8]],
-    ) -> None:
-        super().__init__(transport, connection, peer)
-        self._copies = copies
-        self._keep = keep
-
-    def post(self) -> bool:
-        self._copies.run()
-        return super().post()
 
 
 def _connection(peer: ConnectedPeer) -> _Connection:

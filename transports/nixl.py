@@ -36,7 +36,7 @@ from reshard.transports.errors import (
     TransferTimeoutError,
     TransportError,
 )
-from reshard.transports.hostmem import allocate_pages
+from reshard.transports.hostmem import allocate_host, allocate_pages
 from reshard.transports.identity import ProcessIdentity
 from reshard.transports.lists import ConnectedPeer, Work
 from reshard.transports.nixl_agent import Agent, AgentSettings, NativeList, NixlSlice
@@ -134,8 +134,7 @@ class NixlTransport(CommonTransport):
     def allocate(self, nbytes: int, *, memory: MemoryKind = "dram", device: int = 0) -> Allocation:
         """Return host pages, or device memory from torch; see `Transport.allocate`."""
         if memory == "dram":
-            array = allocate_pages(nbytes)
-            return Allocation(array, Region(int(array.ctypes.data), nbytes, "dram", 0, array))
+            return allocate_host(nbytes)
         return allocate_device(nbytes, device)
 
     def _register(self, region: Region) -> object:

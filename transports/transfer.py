@@ -54,6 +54,35 @@ class Slice(Protocol):
         ...
 
 
+class Call:
+    """A slice that is a function: complete, or failed, when it returns.
+
+    Parameters
+    ----------
+    run : callable
+        Does the work; raises a mapped error.
+    """
+
+    __slots__ = ("_run",)
+    moved = False
+    native_s = 0.0
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+
+    def post(self) -> bool:
+        """See `Slice.post`."""
+        self._run()
+        return True
+
+    def poll(self) -> bool:
+        """See `Slice.poll`."""
+        return True
+
+    def close(self) -> None:
+        """Have nothing to free."""
+
+
 class ListTransfer:
     """The state machine.
 

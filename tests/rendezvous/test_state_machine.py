@@ -10,15 +10,24 @@ decided once.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
-from reshard.rendezvous import state, sweeping, transactions
+from reshard.rendezvous import codec, state, sweeping, transactions
 from reshard.rendezvous.errors import (
     EqualityError,
     InvalidRequestError,
@@ -29,7 +38,8 @@ from reshard.rendezvous.errors import (
     VersionError,
     WorkerLostError,
 )
-from reshard.rendezvous.records import Group, Model, Transaction, Version, VersionState, Vote
+from reshard.rendezvous.records import KINDS, Group, Model, Transaction, Version, VersionState, Vote
+from reshard.rendezvous.redis_store import RedisStore
 from reshard.rendezvous.store import MemoryStore
 from reshard.rendezvous.transactions import Granted, Join, Pending
 from reshard.rendezvous.types import Decision, SlotRecord, VersionKey, WorkerInfo
@@ -91,6 +101,7 @@ class RendezvousMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 1000.0
         self.store = MemoryStore(lambda: self.now)
+        self.open()
         self.ids = map(identifier, itertools.count(1))
         self.workers: dict[str, ShadowWorker] = {}
         self.epoch = -1
@@ -103,10 +114,17 @@ class RendezvousMachine(RuleBasedStateMachine):
         self.last_joined: dict[tuple[str, str], int] = {}  # (group, member) -> seq
         self.sequences = dict.fromkeys(GROUPS, 0)
 
+    def open(self) -> None:
+        """Hook for other stores."""
+
     # --- the shadow's own rules ---
 
     def run(self, transition):
         return self.store.run_now(transition).value
+
+    def snapshot(self) -> dict:
+        """All records by key."""
+        return dict(self.store.records)
 
     def alive(self, worker_id: str) -> bool:
         worker = self.workers.get(worker_id)
@@ -362,14 +380,14 @@ class RendezvousMachine(RuleBasedStateMachine):
             return state.publish_slot(view, uid, record, n_rows)
 
         if error is not None:
-            before = dict(self.store.records)
+            before = self.snapshot()
             if error is EMPTY:
                 answer = self.run(transition)
                 assert isinstance(answer, VersionError)
                 assert "empty" in str(answer)
                 return
             refused(error, lambda: self.run(transition))
-            assert dict(self.store.records) == before, "a refused publish left a trace"
+            assert self.snapshot() == before, "a refused publish left a trace"
             return
         answer = self.run(transition)
         if version.filled.get(record.slot) == record:
@@ -715,7 +733,7 @@ class RendezvousMachine(RuleBasedStateMachine):
     # --- what always holds ---
 
     def records(self, kind: type) -> list:
-        return [record for record in self.store.records.values() if isinstance(record, kind)]
+        return [record for record in self.snapshot().values() if isinstance(record, kind)]
 
     @invariant()
     def a_version_under_a_live_lease_is_never_gone(self) -> None:
@@ -801,7 +819,58 @@ def refused(error: type, call) -> None:
     raise AssertionError(f"expected {error.__name__}, got {answer!r}")
 
 
+class RedisMachine(RendezvousMachine):
+    """The same over Redis: two servers' stores take turns, either may be restarted, and both must behave as one."""
+
+    url = ""
+
+    def open(self) -> None:
+        import redis
+
+        self.loop = asyncio.new_event_loop()
+        self.redis = redis.Redis.from_url(self.url)
+        self.redis.flushall()
+        self.stores = [self.loop.run_until_complete(RedisStore.open(self.url)) for _ in range(2)]
+        self.turns = itertools.cycle([0, 0, 1, 0, 1, 1])
+
+    def run(self, transition):
+        def at_shadow_time(view):
+            view.now = self.now
+            return transition(view)
+
+        return self.loop.run_until_complete(self.stores[next(self.turns)].run(at_shadow_time)).value
+
+    def snapshot(self) -> dict:
+        prefix = "{reshard}:record:"
+        keys = [key.decode() for key in self.redis.keys(f"{prefix}*")]
+        pipe = self.redis.pipeline(transaction=False)
+        for key in keys:
+            pipe.hget(key, "v")
+        names = [key.removeprefix(prefix) for key in keys]
+        blobs = zip(names, pipe.execute(), strict=True)
+        return {name: codec.decode(KINDS[name.partition(":")[0]], blob) for name, blob in blobs}
+
+    @rule(number=st.integers(0, 1))
+    def restart_server(self, number: int) -> None:
+        self.loop.run_until_complete(self.stores[number].close())
+        self.stores[number] = self.loop.run_until_complete(RedisStore.open(self.url))
+
+    def teardown(self) -> None:
+        for store in self.stores:
+            self.loop.run_until_complete(store.close())
+        self.loop.close()
+        self.redis.close()
+
+
 RendezvousMachine.TestCase.settings = settings(
     settings.default, max_examples=3 * settings.default.max_examples, stateful_step_count=60
 )
 TestRendezvousMachine = RendezvousMachine.TestCase
+
+
+@pytest.mark.redis
+@pytest.mark.timeout(300)
+def test_two_servers_on_redis_behave_as_one(redis_url):
+    machine = type("RedisMachineHere", (RedisMachine,), {"url": redis_url})
+    few = max(10, settings.default.max_examples // 10)
+    run_state_machine_as_test(machine, settings=settings(settings.default, max_examples=few, stateful_step_count=40))
