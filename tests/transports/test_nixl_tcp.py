@@ -1,0 +1,140 @@
+"""NIXL where UCX has nothing but TCP: it emulates reads, a stopped peer answers nothing, and only deadlines help."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from reshard.transports import (
+    Allocation,
+    PeerError,
+    PoisonedMemoryError,
+    Prepared,
+    TransferTimeoutError,
+    Transport,
+    TransportError,
+    open_transport,
+    read,
+)
+from reshard.transports.peer_process import PeerProcess, pattern
+from reshard.transports.registry import probe
+from reshard.transports.testing import rows
+
+pytestmark = [
+    pytest.mark.skipif(bool(probe("nixl")), reason=f"nixl does not work here: {probe('nixl')}"),
+    pytest.mark.slow,
+]
+
+NBYTES = 32 << 20
+
+
+@dataclass
+class Reading:
+    """A transport that reads, and where it reads to."""
+
+    transport: Transport
+    target: Allocation
+
+    def prepare(self, endpoint: bytes, remote: int, name: str, piece: int = 1 << 16) -> Prepared:
+        peer = self.transport.connect(endpoint, timeout_s=10.0, name=name)
+        step = np.arange(NBYTES // piece)[::-1] * piece
+        return self.transport.prepare(peer, rows(self.target.region.address + step, piece), rows(remote + step, piece))
+
+    def assert_reads(self, prepared: Prepared, seed: int) -> None:
+        self.target.array[:] = 0xA5
+        read(self.transport, [prepared], timeout_s=20.0)
+        assert np.array_equal(self.target.array, pattern(NBYTES, seed))
+
+
+@pytest.fixture(params=["tcp", "cma"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "tcp":
+        monkeypatch.setenv("UCX_TLS", "tcp")  # both for the agent here and, inherited, for the peers
+    return str(request.param)
+
+
+@pytest.fixture
+def reading(path: str) -> Iterator[Reading]:
+    transport = open_transport("nixl")
+    try:
+        target = transport.allocate(NBYTES)
+        transport.register([target.region])
+        yield Reading(transport, target)
+    finally:
+        transport.close()
+
+
+@pytest.mark.parametrize("path", ["tcp"], indirect=True)
+def test_stopped_peer(reading, path):
+    """The whole way: deadline, poisoned range, refusal, quarantine lifted, no late byte; a healthy peer all along."""
+    with PeerProcess("nixl") as healthy, PeerProcess("nixl") as victim:
+        good = reading.prepare(*healthy.serve(NBYTES, 1), "healthy")
+        bad = reading.prepare(*victim.serve(NBYTES, 2), "victim")
+        reading.assert_reads(bad, 2)
+        victim.signal(signal.SIGSTOP)
+        start = time.monotonic()
+        with pytest.raises(TransferTimeoutError, match="victim") as caught:
+            read(reading.transport, [bad], timeout_s=1.0)
+        assert time.monotonic() - start < 4.0
+        if reading.transport.quarantined():
+            region = reading.target.region
+            assert all(region.address <= a < b <= region.stop for a, b in caught.value.poisoned)
+            with pytest.raises(PoisonedMemoryError):
+                read(reading.transport, [good], timeout_s=5.0)
+            reading.transport.wait_quarantine(timeout_s=20.0)
+        assert reading.transport.quarantined() == ()
+        reading.target.array[:] = 0xA5
+        victim.signal(signal.SIGCONT)
+        time.sleep(0.5)
+        assert (reading.target.array == 0xA5).all(), "bytes landed after the quarantine was lifted"
+        reading.assert_reads(good, 1)
+
+
+@pytest.mark.parametrize("path", ["tcp"], indirect=True)
+def test_another_life_on_the_same_port(reading, path, monkeypatch):
+    """Over TCP one read at an address of the old life would kill the new one."""
+    with socket.socket() as probing:
+        probing.bind(("127.0.0.1", 0))
+        port = probing.getsockname()[1]
+    fixed = {"UCX_TCP_PORT_RANGE": f"{port}-{port + 20}"}
+    with PeerProcess("nixl", environment=fixed) as first:
+        message, _ = first.serve(NBYTES, 1)
+    with PeerProcess("nixl", environment=fixed) as second:
+        served = second.serve(NBYTES, 2)
+        with pytest.raises((PeerError, TransferTimeoutError)):
+            reading.transport.connect(message, timeout_s=3.0, name="first")
+        reading.assert_reads(reading.prepare(*served, "second"), 2)
+        assert second.alive
+
+
+def test_owner_closes_while_it_is_read(reading, path):
+    for round_ in range(3):
+        with PeerProcess("nixl") as owner:
+            prepared = reading.prepare(*owner.serve(NBYTES, 1), f"owner-{round_}", 1 << 14)
+            ended: list[TransportError] = []
+
+            def read_on(prepared: Prepared = prepared, ended: list[TransportError] = ended) -> None:
+                try:
+                    while True:
+                        read(reading.transport, [prepared], timeout_s=5.0)
+                except TransportError as error:
+                    ended.append(error)
+
+            thread = threading.Thread(target=read_on)
+            thread.start()
+            time.sleep(0.05 * (round_ + 1))
+            owner.ask("close")
+            thread.join(30)
+            assert len(ended) == 1
+            reading.transport.wait_quarantine(timeout_s=20.0)
+            prepared.peer.close()
+            assert owner.close() == 0
+    with PeerProcess("nixl") as other:
+        reading.assert_reads(reading.prepare(*other.serve(NBYTES, 3), "other"), 3)
