@@ -8,15 +8,17 @@ it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from reshard.planner.classes import Classes, PartRows
 from reshard.planner.classify import Int64, ragged_arange
 from reshard.planner.join import Pieces
-from reshard.planner.replicas import Picks
+from reshard.planner.replicas import Serves
 from reshard.planner.shape import MODE_EXACT, Fetches, Layout
+from reshard.planner.shards import ShardPart
 from reshard.planner.sources import SourceBoxes
 
 
@@ -61,6 +63,8 @@ class Segment:
         Bytes from the region's start.
     region : int64[N] or None
         None where all are region 0.
+    key : bytes
+        All that the columns follow from, besides the part and the members of each class.
     """
 
     part: int
@@ -70,6 +74,7 @@ class Segment:
     row: Int64 | None
     src_offset: Int64
     region: Int64 | None
+    key: bytes
 
     def __len__(self) -> int:
         return len(self.tensor)
@@ -87,108 +92,74 @@ def list_items(pieces: Pieces, layout: Layout, mode: Int64, fetches: Fetches, bo
     return Items(boxes.cls[box], box, offset[order], piece[order], fetch[order])
 
 
-def assemble(classes: Classes, boxes: SourceBoxes, items: Items, picks: Picks) -> list[Segment]:
-    """Broadcast items to members, one segment a holder that is read from."""
-    size = np.diff(classes.member_start)
-    single = np.flatnonzero(boxes.n_candidates[items.box] == 1)
-    candidate = boxes.candidate_first[items.box[single]]
-    part, nth = boxes.candidate_part[candidate], boxes.candidate_nth[candidate]
-    order = np.argsort(part, kind="stable")
-    single, part, nth = single[order], part[order], nth[order]
-    many = _picked(boxes, items, picks)
-    n_parts = len(classes.parts)
-    cuts = np.searchsorted(part, np.arange(n_parts + 1))
-    many_cuts = np.searchsorted(many.part, np.arange(n_parts + 1))
+def assemble(
+    classes: Classes,
+    boxes: SourceBoxes,
+    items: Items,
+    serves: Serves,
+    known: Mapping[int, tuple[ShardPart, Segment]] | None = None,
+) -> list[Segment]:
+    """Broadcast items to members, one segment a holder that is read from.
+
+    Parameters
+    ----------
+    known : mapping, optional
+        By part number: a part and its segment, made with the same `classes.members`; kept where part and key
+        are the same.
+    """
+    n_items = np.bincount(items.box, minlength=len(boxes))
+    first_item = np.cumsum(n_items) - n_items
+    counts = n_items[serves.box]
+    serve = np.repeat(np.arange(len(counts)), counts)
+    item = np.repeat(first_item[serves.box], counts) + ragged_arange(counts)
+    part, nth = boxes.candidate_part[serves.candidate][serve], boxes.candidate_nth[serves.candidate][serve]
+    order = np.argsort(part.astype(np.int32), kind="stable")
+    item, part, nth, serve = item[order], part[order], nth[order], serve[order]
+    first = classes.member_start[items.cls[item]] + serves.first[serve]
+    size = serves.stop[serve] - serves.first[serve]
+    columns = np.stack([first, size, nth, items.src_offset[item]], axis=1)
+    begin = np.flatnonzero(np.diff(part, prepend=-1))
+    present, end = part[begin], np.append(begin[1:], len(part))[: len(begin)]
     shared: dict[bytes, Int64] = {}
-    out = []
     inverse = np.zeros(len(classes.tensor), np.int64)
-    for p in range(n_parts):
-        a, b, c, d = int(cuts[p]), int(cuts[p + 1]), int(many_cuts[p]), int(many_cuts[p + 1])
-        if a == b and c == d:
+    out = []
+    for p, a, b in zip(present.tolist(), begin.tolist(), end.tolist(), strict=True):
+        key = columns[a:b].tobytes()
+        rows = classes.parts[p]
+        old = known.get(p) if known is not None else None
+        if old is not None and old[0] is rows.part and old[1].key == key:
+            out.append(replace(old[1], part=p, item=item[a:b]))
             continue
-        item, which = single[a:b], nth[a:b]
-        cls = items.cls[item]
-        counts = size[cls]
-        key = cls.tobytes()
-        tensor = shared.get(key)
+        members = columns[a:b, :2].tobytes()
+        tensor = shared.get(members)
         if tensor is None:
-            begin = classes.member_start[cls]
-            tensor = shared[key] = classes.members[np.repeat(begin, counts) + ragged_arange(counts)]
-        if c < d:
-            item, counts, tensor, which = many.append(item, counts, tensor, which, c, d)
-        out.append(_segment(p, classes.parts[p], items, item, counts, tensor, which, inverse))
+            n = size[a:b]
+            tensor = shared[members] = classes.members[np.repeat(first[a:b], n) + ragged_arange(n)]
+        out.append(_segment(p, rows, item[a:b], size[a:b], tensor, nth[a:b], columns[a:b, 3], inverse, key))
     return out
 
 
 def _segment(
     number: int,
     rows: PartRows,
-    items: Items,
     item: Int64,
     counts: Int64,
     tensor: Int64,
     nth: Int64,
+    delta: Int64,
     inverse: Int64,
+    key: bytes,
 ) -> Segment:
     part = rows.part
-    row: Int64 | None
-    if rows.unique and len(rows.tensor) == len(inverse) and rows.rows is None:
-        row = None
-        offset = part.offset_bytes[tensor]
-    else:
-        if rows.unique:
-            inverse[rows.tensor] = np.arange(len(rows.tensor)) if rows.rows is None else rows.rows
-            row = inverse[tensor]
-        else:
-            first = np.searchsorted(rows.tensor, tensor)
-            row = rows.row(first + np.repeat(nth, counts))
-        offset = part.offset_bytes[row]
-    offset += np.repeat(items.src_offset[item], counts)
+    row: Int64 | None = None
+    if not rows.unique:
+        row = rows.row(np.searchsorted(rows.tensor, tensor) + np.repeat(nth, counts))
+    elif rows.rows is not None or len(rows.tensor) < len(inverse):
+        inverse[rows.tensor] = np.arange(len(rows.tensor)) if rows.rows is None else rows.rows
+        row = inverse[tensor]
+    offset = part.offset_bytes[tensor if row is None else row]
+    offset += np.repeat(delta, counts)
     region: Int64 | None = None
     if not part.one_region or (len(part) and int(part.region[0]) != 0):
         region = part.region[tensor if row is None else row]
-    return Segment(number, item, counts, tensor, row, offset, region)
-
-
-@dataclass(frozen=True, eq=False)
-class _Many:
-    """Instances of replicated items, by the part picked: run-length coded by item."""
-
-    part: Int64
-    item: Int64
-    nth: Int64
-    tensor: Int64
-
-    def append(
-        self, item: Int64, counts: Int64, tensor: Int64, nth: Int64, begin: int, end: int
-    ) -> tuple[Int64, Int64, Int64, Int64]:
-        mine, which = self.item[begin:end], self.nth[begin:end]
-        new = np.ones(len(mine), np.bool_)
-        new[1:] = (mine[1:] != mine[:-1]) | (which[1:] != which[:-1])
-        at = np.flatnonzero(new)
-        return (
-            np.concatenate([item, mine[at]]),
-            np.concatenate([counts, np.diff(np.append(at, len(mine)))]),
-            np.concatenate([tensor, self.tensor[begin:end]]),
-            np.concatenate([nth, which[at]]),
-        )
-
-
-def _picked(boxes: SourceBoxes, items: Items, picks: Picks) -> _Many:
-    """One row for each (replicated item, member), ordered by the part picked, then item, then nth."""
-    none = np.zeros(0, np.int64)
-    if len(picks.box) == 0:
-        return _Many(none, none, none, none)
-    n_instances = np.diff(np.append(picks.first, len(picks.tensor)))
-    position = np.full(len(boxes), -1, np.int64)
-    position[picks.box] = np.arange(len(picks.box))
-    item = np.flatnonzero(position[items.box] >= 0)
-    at = position[items.box[item]]
-    counts = n_instances[at]
-    instance = np.repeat(picks.first[at], counts) + ragged_arange(counts)
-    item = np.repeat(item, counts)
-    candidate = picks.candidate[instance]
-    part, nth = boxes.candidate_part[candidate], boxes.candidate_nth[candidate]
-    width = int(nth.max()) + 1 if len(nth) else 1
-    order = np.argsort((part * (int(item.max()) + 1 if len(item) else 1) + item) * width + nth, kind="stable")
-    return _Many(part[order], item[order], nth[order], picks.tensor[instance][order])
+    return Segment(number, item, counts, tensor, row, offset, region, key)

@@ -76,6 +76,10 @@ def _bases(values: UInt64, n: int, what: str) -> UInt64:
             got=array.shape,
             expected=n,
         )
+    if array.dtype.kind == "i" and bool((array < 0).any()):
+        raise PlanError(
+            f"{what}: got {int(array.min())}; expected addresses of 0 or more", got=int(array.min()), expected=0
+        )
     return array.astype(np.uint64)
 
 

@@ -1,4 +1,5 @@
-"""What does a plan prove, and what does it cost? Certificate, economics, assumptions: products over templates.
+"""What does a plan prove, and what does it cost? Certificate, economics, assumptions: products over
+templates.
 
 The certificate rests on four proofs that `plan` has made by the time it is built: destination views are
 injective and, after program order, pairwise disjoint; the pieces of every request are pairwise disjoint and
@@ -239,7 +240,13 @@ def price(templates: Templates, segments: tuple[Segment, ...]) -> Economics:
     unit[t.piece_fetch[staged]] = t.layout.src_unit[staged]
     full = (shard_bytes * unit == t.fetches.n_bytes) & (used < t.fetches.n_bytes)
     cast = (t.src_code != t.dst_code)[t.pieces.request]
-    per_holder = [_dot(wire_item[s.item], s.n_members) for s in segments]
+    sizes = np.array([len(s.item) for s in segments], np.int64)
+    per_holder = np.zeros(len(segments), np.int64)
+    if len(segments):
+        products = np.concatenate([wire_item[s.item] for s in segments]) * np.concatenate(
+            [s.n_members for s in segments]
+        )
+        per_holder = np.add.reduceat(products, np.cumsum(sizes) - sizes)
     return Economics(
         _dot(useful, piece_members),
         _dot(wire_item, item_members),
@@ -249,7 +256,7 @@ def price(templates: Templates, segments: tuple[Segment, ...]) -> Economics:
         n_runs - n_exact - n_fetches,
         int(fetch_members[full].sum()),
         int(piece_members[cast].sum()),
-        np.array(per_holder, np.int64),
+        per_holder,
     )
 
 

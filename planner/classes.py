@@ -13,11 +13,12 @@ and shards of equal geometry at the same parts. FSDP of a model with 18,867 tens
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.planner.classify import WEIGHTS, Bool, Int64, UInt64, classify, mix64, ragged_arange
+from reshard.planner.classify import WEIGHTS, Bool, Int64, UInt64, classify, hash_rows, mix64, ragged_arange
 from reshard.planner.requests import Requests, pad
 from reshard.planner.shards import ShardPart
 from reshard.planner.tables import ShardTable
@@ -143,7 +144,9 @@ class Classes:
         return len(self.first)
 
 
-def build_classes(sources: ShardTable, requests: Requests, n_dims: int) -> Classes:
+def build_classes(
+    sources: ShardTable, requests: Requests, n_dims: int, parts: tuple[PartRows, ...] | None = None
+) -> Classes:
     """Group the requested tensors into classes, exactly.
 
     Parameters
@@ -153,16 +156,15 @@ def build_classes(sources: ShardTable, requests: Requests, n_dims: int) -> Class
         Ordered by tensor.
     n_dims : int
         Dim columns of the templates.
+    parts : tuple of PartRows, optional
+        The needed rows, if they are known.
     """
     tensor, n_requests, request_first = _requested(requests)
-    n_all = len(sources.tensors)
-    number: Int64 | None = None
-    if len(tensor) < n_all:
-        number = np.full(n_all, -1, np.int64)
-        number[tensor] = np.arange(len(tensor))
-    parts = tuple(
-        needed_rows(part, id_map, number) for part, id_map in zip(sources.parts, sources.id_maps, strict=True)
-    )
+    if parts is None:
+        number = needed_numbers(tensor, len(sources.tensors))
+        parts = tuple(
+            needed_rows(part, id_map, number) for part, id_map in zip(sources.parts, sources.id_maps, strict=True)
+        )
     key = [sources.tensors.shape_class[0][tensor], *_request_key(requests, request_first, n_requests)]
     _, rep = _grouped(key)
     rep = _agree_on_requests(rep, requests, request_first, n_requests)
@@ -174,11 +176,25 @@ def build_classes(sources: ShardTable, requests: Requests, n_dims: int) -> Class
         bad = _compare(parts, rep)
         rep = np.where(bad, np.arange(len(rep)), rep)
     cls, first = classify([rep])
-    members = np.argsort(cls.astype(np.int32), kind="stable")
-    member_start = np.zeros(len(first) + 1, np.int64)
-    np.cumsum(np.bincount(cls, minlength=len(first)), out=member_start[1:])
+    members, member_start = _by_class(cls, len(first))
     shards = template_shards(parts, first, n_dims, len(tensor))
     return Classes(tensor, cls, first, members, member_start, request_first, n_requests, parts, shards)
+
+
+def needed_numbers(tensor: Int64, n_all: int) -> Int64 | None:
+    """Union id to needed-tensor number (-1: nobody asks); None if all are needed."""
+    if len(tensor) == n_all:
+        return None
+    number = np.full(n_all, -1, np.int64)
+    number[tensor] = np.arange(len(tensor))
+    return number
+
+
+def _by_class(cls: Int64, n_classes: int) -> tuple[Int64, Int64]:
+    """Members by class, ascending, and where each class starts."""
+    start = np.zeros(n_classes + 1, np.int64)
+    np.cumsum(np.bincount(cls, minlength=n_classes), out=start[1:])
+    return np.argsort(cls.astype(np.int32), kind="stable"), start
 
 
 def _requested(requests: Requests) -> tuple[Int64, Int64, Int64]:
@@ -281,15 +297,95 @@ def _hash_parts(parts: tuple[PartRows, ...], n: int) -> UInt64:
     return out
 
 
-def template_shards(parts: tuple[PartRows, ...], first: Int64, n_dims: int, n: int) -> TemplateShards:
-    """Collect the shards of each class's first member."""
+def reclassify(
+    old: Classes, sources: ShardTable, requests: Requests, parts: tuple[PartRows, ...], kept: Int64, n_dims: int
+) -> Classes:
+    """Classes after some parts changed, looking only at those.
+
+    Parameters
+    ----------
+    old : Classes
+        Of the table before; membership is proved for all parts that are kept.
+    parts : tuple of PartRows
+        All parts of the table now.
+    kept : int64[P_old]
+        Number now of each old part, -1 for those that changed or vanished.
+
+    Returns
+    -------
+    Classes
+        Equal to what `build_classes` makes of the new table.
+    """
+    fresh = np.ones(len(parts), np.bool_)
+    fresh[kept[kept >= 0]] = False
+    numbers = np.flatnonzero(fresh).tolist()
+    changed = tuple(parts[i] for i in numbers)
+    rep = old.first[old.cls]
+    cls, first = old.cls, old.first
+    members, member_start = old.members, old.member_start
+    if _compare(changed, rep).any():
+        _, rep = _grouped([old.cls, _hash_parts(changed, len(rep)).view(np.int64)])
+        rep = np.where(_compare(changed, rep), np.arange(len(rep)), rep)
+        cls, first = classify([rep])
+        members, member_start = _by_class(cls, len(first))
+    shards = _merge_shards(old, kept, first, template_shards(changed, first, n_dims, len(cls), numbers))
+    key = [sources.tensors.shape_class[0][old.tensor[first]], *_template_key(old, requests, first, shards)]
+    if len(classify(key)[1]) < len(first):
+        # classes that only the changed parts told apart may be one now
+        return build_classes(sources, requests, n_dims, parts)
+    return Classes(old.tensor, cls, first, members, member_start, old.request_first, old.n_requests, parts, shards)
+
+
+def _merge_shards(old: Classes, kept: Int64, first: Int64, changed: TemplateShards) -> TemplateShards:
+    """Template shards of the new classes: kept parts' from each class's old class, and the changed parts'."""
+    parent = old.cls[first]
+    number = kept[old.shards.part]
+    stay = np.flatnonzero(number >= 0)
+    counts = np.bincount(old.shards.cls[stay], minlength=len(old.first))
+    begin = np.cumsum(counts) - counts
+    n = counts[parent]
+    row = stay[np.repeat(begin[parent], n) + ragged_arange(n)]
+    cls = np.concatenate([np.repeat(np.arange(len(first)), n), changed.cls])
+    part = np.concatenate([number[row], changed.part])
+    nth = np.concatenate([old.shards.nth[row], changed.nth])
+    order = np.lexsort([nth, part, cls])
+
+    def joined(kept_values: Int64, new_values: Int64) -> Int64:
+        return np.concatenate([kept_values[row], new_values])[order]
+
+    return TemplateShards(
+        cls[order],
+        part[order],
+        nth[order],
+        [joined(a, b) for a, b in zip(old.shards.start, changed.start, strict=True)],
+        [joined(a, b) for a, b in zip(old.shards.stop, changed.stop, strict=True)],
+        joined(old.shards.replica_group, changed.replica_group),
+    )
+
+
+def _template_key(old: Classes, requests: Requests, first: Int64, shards: TemplateShards) -> list[Int64]:
+    """One word a class over all that makes classes differ, shape apart: equal classes have equal words."""
+    n = old.n_requests[first]
+    nth = ragged_arange(n)
+    geometry = requests.geometry[np.repeat(old.request_first[first], n) + nth]
+    word = np.zeros(len(first), np.uint64)
+    np.add.at(word, np.repeat(np.arange(len(first)), n), mix64((geometry + (nth << 32)).view(np.uint64)))
+    columns = [shards.part, shards.nth, shards.replica_group, *shards.start, *shards.stop]
+    np.add.at(word, shards.cls, mix64(hash_rows(columns)))
+    return [word.view(np.int64)]
+
+
+def template_shards(
+    parts: tuple[PartRows, ...], first: Int64, n_dims: int, n: int, numbers: Sequence[int] | None = None
+) -> TemplateShards:
+    """Collect the shards of each class's first member; `numbers` are the parts' numbers if not 0, 1, ..."""
     cls_of: list[Int64] = []
     part_of: list[Int64] = []
     nth_of: list[Int64] = []
     geometry_of: list[Int64] = []
     group_of: list[Int64] = []
     dictionaries: dict[int, list[int]] = {}
-    for i, rows in enumerate(parts):
+    for i, rows in zip(range(len(parts)) if numbers is None else numbers, parts, strict=True):
         if not len(rows.tensor):
             continue
         if rows.unique:

@@ -37,8 +37,8 @@ def mix64(z: UInt64) -> UInt64:
     with np.errstate(over="ignore"):
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z ^= z >> np.uint64(31)
-    return z
+        out: UInt64 = z ^ (z >> np.uint64(31))
+        return out
 
 
 WEIGHTS: Final[UInt64] = _odd_weights(256, 1)

@@ -10,9 +10,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
-from reshard.planner.assemble import assemble, list_items
+from reshard.planner.assemble import Segment, assemble, list_items
 from reshard.planner.certificate import list_assumptions, price, write_certificate
 from reshard.planner.classes import Classes, build_classes
 from reshard.planner.classify import Int64, classify
@@ -22,9 +24,9 @@ from reshard.planner.dtypes import BY_CODE, MAX_CODE, dtype_of_code
 from reshard.planner.errors import DTypeError
 from reshard.planner.join import check_coverage, join, template_requests
 from reshard.planner.options import PlanOptions
-from reshard.planner.plans import Plan, Templates
+from reshard.planner.plans import Demand, Plan, Templates
 from reshard.planner.reads import KIND_CONSTANT, ReadTable
-from reshard.planner.replicas import pick_replicas
+from reshard.planner.replicas import choose_replicas
 from reshard.planner.requests import Materialised, Requests, order_requests, resolve_tensors, stage_materialised
 from reshard.planner.rows import Fills
 from reshard.planner.shape import (
@@ -35,6 +37,7 @@ from reshard.planner.shape import (
     plan_fetches,
     split_to_limit,
 )
+from reshard.planner.shards import ShardPart
 from reshard.planner.sources import SourceBoxes, source_boxes
 from reshard.planner.tables import ShardTable
 from reshard.planner.waves import plan_waves
@@ -92,49 +95,41 @@ def plan(sources: ShardTable, reads: ReadTable, options: PlanOptions | None = No
     union_id, aliases = resolve_tensors(sources, reads, options.aliases)
     buffers, materialised = stage_materialised(sources, reads, union_id, options.staging_bytes)
     writes = settle_writes(reads)
-    n_dims = _n_dims(sources, reads)
+    n_dims = template_dims(sources, reads)
     requests = _copies(sources, reads, writes, union_id, buffers, materialised, n_dims)
     fills = _fills(reads, writes, n_dims)
     classes = build_classes(sources, requests, n_dims)
-    return assemble_plan(sources, reads, options, buffers, requests, fills, materialised, aliases, classes)
+    demand = Demand(reads, options, buffers, requests, fills, tuple(materialised), aliases)
+    return assemble_plan(sources, demand, classes)
 
 
 def assemble_plan(
     sources: ShardTable,
-    reads: ReadTable,
-    options: PlanOptions,
-    buffers: TensorDict,
-    requests: Requests,
-    fills: Fills,
-    materialised: list[Materialised],
-    aliases: dict[str, str],
+    demand: Demand,
     classes: Classes,
+    known: Mapping[int, tuple[ShardPart, Segment]] | None = None,
 ) -> Plan:
-    """Steps 3 to 5, from classes on (`replan` enters here)."""
+    """Steps 3 to 5, from classes on; `replan` enters here with the segments that it knows."""
+    reads, options, buffers, requests = demand.reads, demand.options, demand.buffers, demand.requests
     templates = solve_templates(sources, requests, buffers, classes, options)
     box_bytes = np.zeros(len(templates.boxes), np.int64)
     useful = templates.layout.run * templates.layout.n_runs * templates.layout.src_unit
     exact = templates.mode == MODE_EXACT
     np.add.at(box_bytes, templates.pieces.box[exact], useful[exact])
     np.add.at(box_bytes, templates.fetches.box, templates.fetches.n_bytes)
-    picks = pick_replicas(sources, classes, templates.boxes, box_bytes, options)
-    segments = tuple(assemble(classes, templates.boxes, templates.items, picks))
+    serves = choose_replicas(sources, classes, templates.boxes, box_bytes, options)
+    segments = tuple(assemble(classes, templates.boxes, templates.items, serves, known))
     waves = plan_waves(classes, requests, templates.fetches, staging_limit(options))
     return Plan(
         sources,
-        reads,
-        options,
-        buffers,
-        requests,
+        demand,
         templates,
-        picks,
+        serves,
         segments,
         waves,
-        fills,
-        tuple(materialised),
-        write_certificate(sources, reads, requests, buffers, fills, classes.tensor),
+        write_certificate(sources, reads, requests, buffers, demand.fills, classes.tensor),
         price(templates, segments),
-        list_assumptions(sources, templates, aliases),
+        list_assumptions(sources, templates, demand.aliases),
     )
 
 
@@ -143,7 +138,8 @@ def staging_limit(options: PlanOptions) -> int:
     return options.staging_bytes // 2 // ALIGN * ALIGN
 
 
-def _n_dims(sources: ShardTable, reads: ReadTable) -> int:
+def template_dims(sources: ShardTable, reads: ReadTable) -> int:
+    """Dim columns that templates need, at least 1."""
     dims = [reads.n_dims, sources.tensors.n_dims, 1]
     dims += [part.geometries.n_dims for part in sources.parts]
     return max(dims)

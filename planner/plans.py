@@ -22,7 +22,7 @@ from reshard.planner.dictionaries import TensorDict
 from reshard.planner.join import Pieces, TemplateRequests
 from reshard.planner.options import PlanOptions
 from reshard.planner.reads import ReadTable
-from reshard.planner.replicas import Picks
+from reshard.planner.replicas import Serves
 from reshard.planner.requests import Materialised, Requests
 from reshard.planner.rows import Blocks, Fills, LocalCopies, WireRows, block_columns, copy_columns, wire_columns
 from reshard.planner.shape import Fetches, Layout
@@ -61,28 +61,49 @@ class Templates:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """What one receiver reads, from where to where, with the proof that it is all that was asked for.
+class Demand:
+    """What is asked, independent of who holds it: everything of a plan that no change of holders touches.
 
     Attributes
     ----------
-    sources : ShardTable
     reads : ReadTable
     options : PlanOptions
     buffers : TensorDict
         The read table's buffers, then the planner's own for materialised requests.
     requests : Requests
         After program order, by tensor.
-    templates : Templates
-    picks : Picks
-        Replica choices.
-    segments : tuple of Segment
-        What is read, one a holder.
-    waves : Waves
     fills : Fills
         Constants to write.
     materialised : tuple of Materialised
         Boxes for the engine's own loader.
+    aliases : dict of str to str
+        Aliases that were used.
+    """
+
+    reads: ReadTable
+    options: PlanOptions
+    buffers: TensorDict
+    requests: Requests
+    fills: Fills
+    materialised: tuple[Materialised, ...]
+    aliases: dict[str, str]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What one receiver reads, from where to where, with the proof that it is all that was asked for.
+
+    Attributes
+    ----------
+    sources : ShardTable
+    demand : Demand
+        Requests, options, buffers, fills.
+    templates : Templates
+    serves : Serves
+        Replica choices.
+    segments : tuple of Segment
+        What is read, one a holder.
+    waves : Waves
     certificate : Certificate
     economics : Economics
     assumptions : tuple of Assumption
@@ -90,19 +111,44 @@ class Plan:
     """
 
     sources: ShardTable
-    reads: ReadTable
-    options: PlanOptions
-    buffers: TensorDict
-    requests: Requests
+    demand: Demand
     templates: Templates
-    picks: Picks
+    serves: Serves
     segments: tuple[Segment, ...]
     waves: Waves
-    fills: Fills
-    materialised: tuple[Materialised, ...]
     certificate: Certificate
     economics: Economics
     assumptions: tuple[Assumption, ...]
+
+    @property
+    def reads(self) -> ReadTable:
+        """The read table."""
+        return self.demand.reads
+
+    @property
+    def options(self) -> PlanOptions:
+        """The options."""
+        return self.demand.options
+
+    @property
+    def buffers(self) -> TensorDict:
+        """The read table's buffers, then the planner's own for materialised requests."""
+        return self.demand.buffers
+
+    @property
+    def requests(self) -> Requests:
+        """Requests after program order, by tensor."""
+        return self.demand.requests
+
+    @property
+    def fills(self) -> Fills:
+        """Constants to write."""
+        return self.demand.fills
+
+    @property
+    def materialised(self) -> tuple[Materialised, ...]:
+        """Boxes for the engine's own loader."""
+        return self.demand.materialised
 
     @cached_property
     def holders(self) -> tuple[Holder, ...]:
@@ -149,7 +195,7 @@ class Plan:
         box = t.pieces.box[order]
         none = np.full(n, -1, np.int64)
         items = Items(t.boxes.cls[box], box, t.layout.src_offset[order], order, none)
-        return block_columns(self, items, assemble(t.classes, t.boxes, items, self.picks))
+        return block_columns(self, items, assemble(t.classes, t.boxes, items, self.serves))
 
     def _wave(self, wave: int) -> int:
         if not 0 <= wave < self.n_waves:
@@ -230,7 +276,8 @@ class Plan:
 
 
 def member_ranges(classes: Classes, cls: Int64) -> tuple[Int64, Int64]:
-    """Instances of a list of template rows, by their classes: the row of each, and its needed-tensor number."""
+    """Instances of a list of template rows, by their classes: the row of each, and its needed-tensor
+    number."""
     size = np.diff(classes.member_start)[cls]
     row = np.repeat(np.arange(len(cls)), size)
     return row, classes.members[np.repeat(classes.member_start[cls], size) + ragged_arange(size)]

@@ -1,9 +1,12 @@
 """Which of several equal replicas is read? Deterministic choices that balance without communication.
 
-`first` takes the holder that is first by name. `spread` orders the boxes of one owner set by cumulative
-bytes; with x in [0, 1) the midpoint of a box, instance i of n reads replica floor((i + x) * R / n) mod R:
-each receiver sweeps its window of the replicas, so all are loaded evenly and each receiver opens few
-sessions. `nearest` keeps to replicas on the receiver's host where there are any, and spreads over those.
+`first` takes the holder that is first by name. `spread` orders the boxes of one owner set; with x in [0, 1)
+the midpoint of a box in their cumulative bytes, instance i of n reads replica floor((i + x) * R / n): each
+receiver sweeps its window of the replicas, so all are loaded evenly and each receiver opens few sessions.
+`nearest` keeps to replicas on the receiver's host where there are any, and spreads over those.
+
+Within an owner set boxes are ordered by template and then by member, so that each replica serves a *range* of
+the members of a template box: the choice is made without looking at members at all.
 """
 
 from __future__ import annotations
@@ -20,62 +23,88 @@ from reshard.planner.tables import ShardTable
 
 
 @dataclass(frozen=True, eq=False)
-class Picks:
-    """The chosen candidate of each (replicated box, member).
+class Serves:
+    """Who serves which members of a template box, ordered by box.
 
     Attributes
     ----------
     box : int64[R]
-        Replicated boxes that are read, ascending.
-    first : int64[R]
-        Where the box's members start in the instance columns.
-    tensor, candidate : int64[M]
-        Needed-tensor number, and the candidate chosen (a row of the candidate columns).
+    candidate : int64[R]
+        Row of the candidate columns.
+    first, stop : int64[R]
+        Members [first, stop) of the box's class; the ranges of a box are disjoint and cover the class.
     """
 
     box: Int64
-    first: Int64
-    tensor: Int64
     candidate: Int64
+    first: Int64
+    stop: Int64
 
 
-def pick_replicas(
+def choose_replicas(
     sources: ShardTable, classes: Classes, boxes: SourceBoxes, box_bytes: Int64, options: PlanOptions
-) -> Picks:
-    """Choose a replica for each instance of each replicated box that is read.
+) -> Serves:
+    """Choose a holder for every member of every box that is read.
 
     Parameters
     ----------
     box_bytes : int64[B]
         Bytes on the wire from each template box, for one member; 0 where it is not read.
     """
-    box = np.flatnonzero((boxes.n_candidates > 1) & (box_bytes > 0))
-    size = np.diff(classes.member_start)[boxes.cls[box]]
-    first = np.cumsum(size) - size
-    owner = np.repeat(np.arange(len(box)), size)
-    tensor = classes.members[np.repeat(classes.member_start[boxes.cls[box]], size) + ragged_arange(size)]
-    if options.policy == "first" or len(box) == 0:
-        return Picks(box, first, tensor, boxes.candidate_first[box][owner])
-    table, n = _candidates(sources, boxes, box, options)
-    columns = [n, *table.T] if table.shape[1] else [n]
-    owner_set, _ = classify([np.ascontiguousarray(boxes.candidate_part[c]) if i else c for i, c in enumerate(columns)])
-    key = owner_set[owner] * len(classes.tensor) + tensor
-    order = np.argsort(key, kind="stable")
-    group = owner_set[owner][order]
-    weight = box_bytes[box][owner][order].astype(np.float64)
+    size = np.diff(classes.member_start)[boxes.cls]
+    read = box_bytes > 0
+    spread = read & (boxes.n_candidates > 1) if options.policy != "first" else np.zeros(len(boxes), np.bool_)
+    plain = np.flatnonzero(read & ~spread)
+    none = np.zeros(len(plain), np.int64)
+    alone = Serves(plain, boxes.candidate_first[plain], none, size[plain])
+    several = np.flatnonzero(spread)
+    if len(several) == 0:
+        return alone
+    shared = _spread(sources, boxes, several, box_bytes[several], size[several], options)
+    box = np.concatenate([alone.box, shared.box])
+    order = np.argsort(box, kind="stable")
+    return Serves(
+        box[order],
+        np.concatenate([alone.candidate, shared.candidate])[order],
+        np.concatenate([alone.first, shared.first])[order],
+        np.concatenate([alone.stop, shared.stop])[order],
+    )
+
+
+def _spread(
+    sources: ShardTable, boxes: SourceBoxes, box: Int64, n_bytes: Int64, size: Int64, options: PlanOptions
+) -> Serves:
+    table, n_replicas = _candidates(sources, boxes, box, options)
+    columns = [n_replicas, *(boxes.candidate_part[c] for c in np.ascontiguousarray(table.T))]
+    owners, _ = classify(columns)
+    order = np.argsort(owners, kind="stable")
+    owners, box, table = owners[order], box[order], table[order]
+    n_replicas, size, n_bytes = n_replicas[order], size[order], n_bytes[order]
+    # cumulative bytes within each owner set
+    weight = (n_bytes * size).astype(np.float64)
     new = np.ones(len(order), np.bool_)
-    new[1:] = group[1:] != group[:-1]
-    at = np.flatnonzero(new)
-    number = np.cumsum(new) - 1
+    new[1:] = owners[1:] != owners[:-1]
+    at, number = np.flatnonzero(new), np.cumsum(new) - 1
+    total = np.add.reduceat(weight, at)[number]
     ends = np.cumsum(weight)
-    base = (ends - weight)[at]
-    total = np.add.reduceat(weight, at)
-    x = (ends - weight / 2 - base[number]) / total[number]
-    n_replicas = n[owner][order]
-    pick = np.floor((options.instance + x) * n_replicas / options.instances).astype(np.int64) % n_replicas
-    candidate = np.empty(len(order), np.int64)
-    candidate[order] = table[owner[order], pick]
-    return Picks(box, first, tensor, candidate)
+    before = ends - weight - (ends - weight)[at][number]
+    # the window of replicas that this instance sweeps, and where in the bytes each one begins
+    i, n = options.instance, options.instances
+    low = i * n_replicas // n
+    high = -(-(i + 1) * n_replicas // n) - 1
+    width = high - low + 1
+    row = np.repeat(np.arange(len(order)), width)
+    nth = ragged_arange(width)
+    replica = low[row] + nth
+    threshold = (replica * (n / n_replicas[row]) - i) * total[row]
+    member = np.ceil((threshold - before[row]) / n_bytes[row] - 0.5)
+    first = np.where(nth == 0, 0, np.clip(member, 0, size[row]).astype(np.int64))
+    stop = np.append(first[1:], 0)
+    last = nth == width[row] - 1
+    stop[last] = size[row[last]]
+    keep = np.flatnonzero(first < stop)
+    row, first, stop = row[keep], first[keep], stop[keep]
+    return Serves(box[row], table[row, replica[keep]], first, stop)
 
 
 def _candidates(sources: ShardTable, boxes: SourceBoxes, box: Int64, options: PlanOptions) -> tuple[Int64, Int64]:
@@ -98,4 +127,4 @@ def _candidates(sources: ShardTable, boxes: SourceBoxes, box: Int64, options: Pl
     return table, counts
 
 
-__all__ = ["Picks", "pick_replicas"]
+__all__ = ["Serves", "choose_replicas"]

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -43,14 +44,16 @@ class ShardTable:
         For each part, tensor id in the part to tensor id in `tensors`; None is the identity.
     """
 
-    __slots__ = ("__dict__", "id_maps", "parts", "tensors")
+    __slots__ = ("__dict__", "_distinct", "id_maps", "parts", "tensors")
 
-    def __init__(self, parts: Iterable[ShardPart]) -> None:
+    def __init__(self, parts: Iterable[ShardPart], _like: ShardTable | None = None) -> None:
         self.parts: tuple[ShardPart, ...] = tuple(sorted(parts, key=lambda part: part.holder.name))
         for a, b in zip(self.parts, self.parts[1:], strict=False):
             if a.holder.name == b.holder.name:
                 raise TableError(f"holder {a.holder.name!r} has two parts; expected one", where=a.holder.name)
-        self.tensors, self.id_maps = _unify(self.parts)
+        self._distinct: _Distinct = _unify(self.parts, _like._distinct if _like is not None else None)
+        self.tensors = self._distinct.union
+        self.id_maps = tuple(self._distinct.maps[number] for number in self._distinct.which)
 
     @property
     def holders(self) -> tuple[Holder, ...]:
@@ -75,11 +78,21 @@ class ShardTable:
                 raise TableError(f"holder {name!r} is not in the table", where=name)
         for part in changed:
             parts[part.holder.name] = part
-        return ShardTable(parts.values())
+        return ShardTable(parts.values(), _like=self)
 
 
-def _unify(parts: tuple[ShardPart, ...]) -> tuple[TensorDict, tuple[Int64 | None, ...]]:
-    """One dictionary for all parts, and each part's map into it."""
+@dataclass(frozen=True, eq=False, slots=True)
+class _Distinct:
+    """The distinct dictionaries of a table and their union; `which` of them each part has."""
+
+    dictionaries: tuple[TensorDict, ...]
+    which: tuple[int, ...]
+    union: TensorDict
+    maps: tuple[Int64 | None, ...]
+
+
+def _unify(parts: tuple[ShardPart, ...], known: _Distinct | None) -> _Distinct:
+    """One dictionary for all parts, and each distinct dictionary's map into it."""
     by_object: dict[int, int] = {}
     by_digest: dict[bytes, int] = {}
     distinct: list[TensorDict] = []
@@ -88,20 +101,20 @@ def _unify(parts: tuple[ShardPart, ...]) -> tuple[TensorDict, tuple[Int64 | None
     for part in parts:
         number = by_object.get(id(part.tensors))
         if number is None:
-            # digests are only needed to tell dictionaries apart that are not one object
-            digest = part.tensors.digest
-            number = by_digest.setdefault(digest, len(distinct))
+            number = by_digest.setdefault(part.tensors.digest, len(distinct))
             if number == len(distinct):
                 distinct.append(part.tensors)
                 owner.append(part.holder.name)
             by_object[id(part.tensors)] = number
         which.append(number)
+    if known is not None and len(known.dictionaries) == len(distinct):
+        same = all(a.digest == b.digest for a, b in zip(known.dictionaries, distinct, strict=True))
+        if same:
+            return _Distinct(known.dictionaries, tuple(which), known.union, known.maps)
     if not distinct:
-        return TensorDict.build([], [], []), ()
-    if len(distinct) == 1:
-        return distinct[0], (None,) * len(parts)
-    union, maps = _merge(distinct, owner)
-    return union, tuple(maps[number] for number in which)
+        return _Distinct((), (), TensorDict.build([], [], []), ())
+    union, maps = (distinct[0], [None]) if len(distinct) == 1 else _merge(distinct, owner)
+    return _Distinct(tuple(distinct), tuple(which), union, tuple(maps))
 
 
 def _merge(distinct: list[TensorDict], owner: list[str]) -> tuple[TensorDict, list[Int64 | None]]:
@@ -118,6 +131,10 @@ def _merge(distinct: list[TensorDict], owner: list[str]) -> tuple[TensorDict, li
         rows.append(new)
         maps.append(mapped)
     all_home = np.concatenate(home)
+    if len(all_home) == len(distinct[0]) and not any(tensors.axes for tensors in distinct):
+        for tensors, mapped_ids, name in zip(distinct[1:], maps[1:], owner[1:], strict=True):
+            _check_agreement(distinct[0], tensors, mapped_ids, name, owner, all_home)
+        return distinct[0], maps
 
     def gather(get: str, dim: int = 0) -> Int64:
         out = np.ones(len(all_home), np.int64)
