@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NoReturn
 
+from reshard.planner.errors import CoverageError
 from reshard.refit.clock import StageClock
 from reshard.refit.deadline import Deadline
 from reshard.refit.errors import InDoubtError, QuarantinedError, RefitAborted, RefitTimeoutError
@@ -19,10 +20,11 @@ from reshard.refit.lease import LeaseKeeper
 from reshard.refit.planning import Planned
 from reshard.refit.records import DiscoveryRecord, StagesRecord, check_throughput, emit, implied_gbps
 from reshard.refit.report import MemoryLedger, RefitReport, Verified
+from reshard.refit.rescue import rescue
 from reshard.refit.stages import RefitStage, StageMachine
 from reshard.refit.verify import Verifier
-from reshard.refit.waves import WireTotals
-from reshard.rendezvous.errors import RendezvousError
+from reshard.refit.waves import WireTotals, failed_peers
+from reshard.rendezvous.errors import AbortedError, RendezvousError, RendezvousUnavailableError
 from reshard.rendezvous.types import Decision, Facts, VersionKey
 from reshard.transports.errors import TransportError
 
@@ -71,8 +73,11 @@ class Attempt:
         self._planned: Planned | None = None
         self._discovery: DiscoveryRecord | None = None
         self._totals = WireTotals()
+        self._data_bytes = 0
         self._verified = Verified()
         self._cold = False
+        self._without: frozenset[str] = frozenset()
+        self._cause: TransportError | None = None
         self._before = receiver.reader.new_registrations
 
     # -- the whole way
@@ -81,8 +86,7 @@ class Attempt:
         """Discover, read, agree, install."""
         try:
             manifest = self._discover(version, after)
-            planned = self._prepare(manifest)
-            self._load(manifest, planned)
+            planned = self._obtain(manifest)
             self._release()
         except BaseException as error:
             self._say_no(error)
@@ -91,6 +95,28 @@ class Attempt:
         facts = self._vote(manifest, planned)
         self._decided(manifest, planned, facts, self._deadline)
         return self._report(manifest, planned)
+
+    def _obtain(self, manifest: Manifest) -> Planned:
+        """Plan and read; holders that cannot be reached, or leave memory in doubt, are planned around."""
+        r = self._receiver
+        while True:
+            try:
+                planned = self._prepare(manifest)
+                self._load(manifest, planned)
+            except TransportError as error:
+                bad = failed_peers(error) & {slot.slot for slot in manifest.slots}
+                r.drop(bad)
+                if not bad or bad <= self._without:
+                    raise
+                self._without |= bad
+                self._cause = error
+                logger.warning("member %s goes on without %s: %s", r.member, ", ".join(sorted(bad)), error)
+            except CoverageError as error:
+                if self._cause is not None:
+                    raise self._cause from error
+                raise
+            else:
+                return planned
 
     def settle(self, deadline: Deadline) -> None:
         """Learn what was decided while this rank was in doubt, and act on it."""
@@ -111,38 +137,46 @@ class Attempt:
     def _discover(self, version: Literal["latest"] | int | VersionKey, after: VersionKey | None) -> Manifest:
         r, clock = self._receiver, self._clock
         clock.enter("discover")
-        manifest = r.rendezvous.await_version(
-            r.model,
-            group=r.group,
-            members=r.members,
-            member=r.member,
-            worker=r.worker(),
-            want=version,
-            after=after,
-            lease_ttl_s=r.lease_ttl_s,
-            # Missing votes are decided by the service before this call gives up, so that waiting is not doubt.
-            transaction_timeout_s=min(r.transaction_timeout_s, _PATIENCE * self._deadline.remaining("discover")),
-            timeout_s=self._deadline.remaining("discover"),
-        )
+
+        def ask(left_s: float) -> Manifest:
+            return r.rendezvous.await_version(
+                r.model,
+                group=r.group,
+                members=r.members,
+                member=r.member,
+                worker=r.worker(),
+                want=version,
+                after=after,
+                lease_ttl_s=r.lease_ttl_s,
+                # Missing votes are decided by the service before this call gives up, so that waiting is not doubt.
+                transaction_timeout_s=min(r.transaction_timeout_s, _PATIENCE * left_s),
+                timeout_s=left_s,
+            )
+
+        try:
+            manifest = r.retry.run(ask, RendezvousUnavailableError, self._deadline, "discover", share=False)
+        except AbortedError as error:
+            raise RefitAborted(f"the group does not take the version: {error}; the old weights serve") from error
         self._manifest = manifest
         self._keeper = LeaseKeeper(r.rendezvous, manifest.lease)
         return manifest
 
     def _prepare(self, manifest: Manifest) -> Planned:
         r, clock = self._receiver, self._clock
-        planned, fresh = r.plan_for(manifest, self._only, clock, self._deadline)
+        planned, fresh = r.plan_for(manifest, self._only, clock, self._deadline, without=self._without)
         self._planned = planned
         clock.enter("certify")
         self._discovery = r.discovery(manifest, planned, fresh, clock.seconds.get("discover", 0.0))
         if fresh:
             r.adopt(planned)
-        self.machine.advance(RefitStage.PREFLIGHTED)
+        if self.machine.stage is RefitStage.CREATED:
+            self.machine.advance(RefitStage.PREFLIGHTED)
         clock.enter("connect")
         records = [manifest.slot(h.name) for h in planned.plan.holders]
         dialled = r.reader.links.ensure(records, self._deadline)
         clock.enter("allocate")
         r.reader.allocate()
-        self._cold = fresh or bool(dialled) or r.reader.new_registrations != self._before
+        self._cold |= fresh or bool(dialled) or r.reader.new_registrations != self._before
         return planned
 
     def _load(self, manifest: Manifest, planned: Planned) -> None:
@@ -154,41 +188,80 @@ class Attempt:
             r.seed(planned, shadow)
         version = manifest.version
         verifier = Verifier(r.checks, r.verify, (version.epoch, version.step)) if r.checks is not None else None
-        self._totals = r.reader.read(bound, manifest, self._deadline, verifier=verifier, sentinel=self._sentinel)
+        self._totals = r.reader.read(
+            bound,
+            manifest,
+            self._deadline,
+            verifier=verifier,
+            sentinel=self._sentinel,
+            may_lose=len(planned.plan.holders) > 1,
+            stall_s=r.stall_s,
+        )
+        self._data_bytes = max(self._totals.nbytes - r.reader.meta_bytes(self._totals.lost), 0)
+        rescued: tuple[Verifier, ...] = ()
+        if self._totals.lost:
+            rescued = self._rescue(manifest, planned, self._totals.lost)
         if self._keeper is not None:
             self._keeper.check(manifest.version)
         check_throughput(
-            self._totals.nbytes,
+            self._data_bytes,
             self._totals.seconds,
             {"rank": r.rank, "member": r.member, "step": manifest.version.step, "epoch": manifest.version.epoch},
         )
         clock.enter("verify")
-        self._verify(verifier)
+        self._verify(verifier, rescued)
         if planned.captured.materialised:
             clock.enter("load")
             r.run_loader(planned, shadow)
         self.machine.advance(RefitStage.LOADED)
 
-    @property
-    def _data_bytes(self) -> int:
-        """Bytes read, without headers and digests."""
-        return max(self._totals.nbytes - self._receiver.reader.meta_bytes, 0)
+    def _rescue(self, manifest: Manifest, planned: Planned, lost: Mapping[str, TransportError]) -> tuple[Verifier, ...]:
+        """Read from replicas what lost holders owed; the first loss is raised where nobody else has it."""
+        r = self._receiver
+        names = frozenset(lost)
+        cause = next(iter(lost.values()))
+        logger.warning(
+            "member %s lost %s in a read and turns to replicas: %s", r.member, ", ".join(sorted(names)), cause
+        )
+        buffers = dict(zip(planned.plan.buffers.names_list, r.reader.buffers(), strict=True))
+        try:
+            found = rescue(
+                r.transport,
+                r.reader,
+                planned.plan,
+                manifest,
+                names | self._without,
+                self._deadline,
+                verify=r.verify,
+                buffers=buffers,
+                stall_s=r.stall_s,
+                on_allocate=r.on_allocate,
+            )
+        except CoverageError as error:
+            raise cause from error
+        finally:
+            r.reader.links.release(names)
+        self._without |= found.lost
+        self._totals.add(found.totals)
+        self._data_bytes += found.totals.nbytes
+        return found.verifiers
 
-    def _verify(self, verifier: Verifier | None) -> None:
+    def _verify(self, verifier: Verifier | None, rescued: Sequence[Verifier]) -> None:
         r = self._receiver
         received = self._data_bytes
         self._verified = Verified(r.verify, received_bytes=received)
         if verifier is None or r.checks is None:
             return
         since = time.perf_counter()
-        verifier.check_wave(-1, r.reader.staging, r.reader.buffers())
-        if r.require_verified:
+        verifier.check_wave(-1, r.reader.staging, r.reader.buffers(), lost=frozenset(self._totals.lost))
+        verified = sum(v.verified_bytes for v in (verifier, *rescued))
+        if r.require_verified and (verified < received or r.checks.partial):
             verifier.require_all(received)
         self._verified = Verified(
             r.verify,
-            verifier.verified_bytes,
+            verified,
             received,
-            verifier.n_cells,
+            sum(v.n_cells for v in (verifier, *rescued)),
             len(r.checks.partial),
             time.perf_counter() - since + verifier.staged_seconds,
         )
@@ -204,9 +277,7 @@ class Attempt:
         self._clock.stop()
         self.machine.fail()
         if isinstance(error, TransportError):
-            failed = {error.peer, *(n for n, state in error.failures.items() if state != "done")}
-            r.reader.links.release(failed)
-            r.reader.poisoned()
+            r.drop(failed_peers(error))
         if self._keeper is not None:
             self._keeper.release()
         manifest = self._manifest
@@ -366,6 +437,7 @@ class Attempt:
             verified=self._verified,
             ledger=self._ledger(planned),
             new_registrations=r.reader.new_registrations - self._before,
+            failovers=tuple(sorted(self._without)),
             plan_digest=plan.digest,
         )
 
@@ -405,7 +477,7 @@ class Attempt:
                 wire_s=round(self._totals.seconds, 6),
                 implied_gbps=round(min(rate, 1e308), 3),
                 new_registrations=r.reader.new_registrations - self._before,
-                failovers=0,
+                failovers=len(self._without),
             ),
             logging.INFO if outcome == "served" else logging.WARNING,
         )

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from reshard.refit.deadline import Deadline
 from reshard.refit.errors import RefitError
+from reshard.refit.retry import RetryPolicy
+from reshard.transports.errors import PeerError, TransferTimeoutError
 
 if TYPE_CHECKING:
     from reshard.rendezvous.types import SlotRecord
@@ -37,8 +39,11 @@ class Links:
         Told the holder's name before its peer is closed, so that prepared lists are freed first.
     """
 
-    def __init__(self, transport: Transport, on_release: Callable[[str], None]) -> None:
+    def __init__(
+        self, transport: Transport, on_release: Callable[[str], None], retry: RetryPolicy | None = None
+    ) -> None:
         self._transport = transport
+        self._retry = retry if retry is not None else RetryPolicy()
         self._on_release = on_release
         self._links: dict[str, _Link] = {}
 
@@ -53,8 +58,8 @@ class Links:
         """The connected peer of a holder."""
         return self._links[holder].peer
 
-    def ensure(self, records: Sequence[SlotRecord], deadline: Deadline) -> tuple[str, ...]:
-        """Connect to exactly these holders; returns the names dialled now.
+    def ensure(self, records: Sequence[SlotRecord], deadline: Deadline, *, exact: bool = True) -> tuple[str, ...]:
+        """Connect to these holders (and, if ``exact``, to no others); returns the names dialled now.
 
         Raises
         ------
@@ -64,7 +69,8 @@ class Links:
             If one cannot be reached; those connected before stay.
         """
         wanted = {record.slot: record for record in records}
-        self.release(name for name in tuple(self._links) if name not in wanted)
+        if exact:
+            self.release(name for name in tuple(self._links) if name not in wanted)
         dialled: list[str] = []
         for name, record in wanted.items():
             endpoint = record.endpoints.get(self._transport.name)
@@ -78,10 +84,18 @@ class Links:
                 if link.worker_id == record.worker_id and link.endpoint == endpoint:
                     continue
                 self.release((name,))
-            peer = self._transport.connect(endpoint, timeout_s=deadline.remaining("connect"), name=name)
+            peer = self._dial(name, endpoint, deadline)
             self._links[name] = _Link(peer, record.worker_id, endpoint)
             dialled.append(name)
         return tuple(dialled)
+
+    def _dial(self, name: str, endpoint: bytes, deadline: Deadline) -> Peer:
+        return self._retry.run(
+            lambda left_s: self._transport.connect(endpoint, timeout_s=left_s, name=name),
+            (PeerError, TransferTimeoutError),
+            deadline,
+            "connect",
+        )
 
     def release(self, names: Iterable[str]) -> None:
         """Close some peers; names that are not connected are left alone."""

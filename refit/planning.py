@@ -75,13 +75,15 @@ class Planned:
         return sum(sizes[n] for n in self.materialised_buffers)
 
 
-def topology_digest(manifest: Manifest, only: Sequence[str], options: PlanOptions) -> bytes:
-    """What a plan depends on besides the engine, as 32 bytes: tables of all slots, selection and options."""
+def topology_digest(
+    manifest: Manifest, only: Sequence[str], options: PlanOptions, without: frozenset[str] = frozenset()
+) -> bytes:
+    """What a plan depends on besides the engine, as 32 bytes: tables of all slots, selection, options, lost holders."""
     hasher = hashlib.sha256()
     for record in sorted(manifest.slots, key=lambda r: r.slot):
         hasher.update(repr((record.slot, record.host, record.memory, record.device, record.empty)).encode())
         hasher.update(record.table_digest)
-    hasher.update(repr((sorted(only), options)).encode())
+    hasher.update(repr((sorted(only), sorted(without), options)).encode())
     return hasher.digest()
 
 

@@ -26,8 +26,10 @@ from reshard.refit.errors import RefitError, TornReadError
 from reshard.refit.header import HEADER_BYTES, Header
 from reshard.refit.links import Links
 from reshard.refit.planning import MATERIALISED
+from reshard.refit.retry import RetryPolicy
 from reshard.refit.verify import Verifier
 from reshard.refit.waves import WireTotals, read_waves
+from reshard.transports.errors import TransportError
 
 if TYPE_CHECKING:
     from reshard.planner import Plan
@@ -68,16 +70,27 @@ class Reader:
     swaps
         Whether the engine keeps the buffers it installs, so that two shadow arenas alternate.
     on_allocate
-        Told the name (``shadow``, ``staging``, ``meta``) and bytes of each allocation.
+        Told the name (``shadow``, ``staging``, ``meta``, ``loader``) and bytes of each allocation.
+    links
+        Another reader's connections, to be shared with it.
+    retry
+        How often a dial is tried.
     """
 
     def __init__(
-        self, transport: Transport, *, swaps: bool, on_allocate: Callable[[str, int], None] | None = None
+        self,
+        transport: Transport,
+        *,
+        swaps: bool,
+        on_allocate: Callable[[str, int], None] | None = None,
+        links: Links | None = None,
+        retry: RetryPolicy | None = None,
     ) -> None:
         self._transport = transport
         self._swaps = swaps
         self._on_allocate = on_allocate
-        self.links = Links(transport, self._forget)
+        self.links = links if links is not None else Links(transport, self._forget, retry)
+        self._borrowed: Mapping[str, U8] | None = None
         self._plan: Plan | None = None
         self._holders: tuple[str, ...] = ()
         self._n_cells: dict[str, int] = {}
@@ -92,7 +105,14 @@ class Reader:
 
     # -- memory
 
-    def adopt(self, plan: Plan, n_cells: Mapping[str, int], materialised: Sequence[str] = ()) -> None:
+    def adopt(
+        self,
+        plan: Plan,
+        n_cells: Mapping[str, int],
+        materialised: Sequence[str] = (),
+        *,
+        borrowed: Mapping[str, U8] | None = None,
+    ) -> None:
         """Take a new plan and let go of everything that belongs to the old one.
 
         Parameters
@@ -101,11 +121,14 @@ class Reader:
             By holder the number of its digests; 0 where digests are not wanted.
         materialised
             Buffers that stage sources for the loader; they are no part of the shadow arenas.
+        borrowed
+            Registered buffers of another reader to read into; none are allocated.
         """
         before = self._sizes(shadow=True) if self._plan is not None else None
         self._drop_bindings()
         self._drop("staging", "meta", "loader")
         self._plan = plan
+        self._borrowed = borrowed
         self._staged_names = frozenset(materialised)
         if self._sizes(shadow=True) != before:
             self._drop("shadow")
@@ -114,7 +137,7 @@ class Reader:
 
     def allocate(self) -> None:
         """Allocate and register what is not there yet."""
-        if (self._swaps and self._current >= len(self._shadows)) or not self._shadows:
+        if self._borrowed is None and ((self._swaps and self._current >= len(self._shadows)) or not self._shadows):
             self._shadows.append(self._arena("shadow", self._sizes(shadow=True)))
         staging_bytes = self._required_plan().staging_bytes
         if self._staging is None and staging_bytes:
@@ -146,10 +169,10 @@ class Reader:
             {n.removeprefix(MATERIALISED): self._loader.buffers[n] for n in names} if self._loader is not None else {}
         )
 
-    @property
-    def meta_bytes(self) -> int:
-        """Bytes of digests that a read brings along with the data."""
-        return sum(self._n_cells.get(name, 0) for name in self._holders) * DIGEST_BYTES
+    def meta_bytes(self, lost: Mapping[str, object] | None = None) -> int:
+        """Bytes of digests that a read brings along with the data, ``lost`` holders apart."""
+        gone = lost if lost is not None else {}
+        return sum(self._n_cells.get(name, 0) for name in self._holders if name not in gone) * DIGEST_BYTES
 
     @property
     def staging(self) -> U8:
@@ -209,8 +232,12 @@ class Reader:
         *,
         verifier: Verifier | None = None,
         sentinel: bool = False,
+        may_lose: bool = False,
+        stall_s: float | None = None,
     ) -> WireTotals:
         """Read a version into the current shadow arena; what goes through staging is verified on the way.
+
+        With ``may_lose``, holders that fail are in the ``lost`` of what is returned, and what they owed is missing.
 
         Raises
         ------
@@ -226,8 +253,16 @@ class Reader:
         if sentinel:
             for buffer in buffers:
                 buffer[:] = SENTINEL
-        read_waves(self._transport, [bound.before], lambda k: None, deadline)
-        first = self._headers("before", manifest)
+        lost: dict[str, TransportError] = {}
+
+        def heads(lists: Sequence[Prepared]) -> None:
+            sums = WireTotals(lost=lost)
+            read_waves(
+                self._transport, [lists], lambda k: None, deadline, totals=sums, may_lose=may_lose, stall_s=stall_s
+            )
+
+        heads(bound.before)
+        first = self._headers("before", manifest, lost)
         run_fills(plan, buffers)
         waves = [list(wave) for wave in bound.waves] or [[]]
         waves[0] = [*waves[0], *bound.beside]
@@ -237,27 +272,36 @@ class Reader:
             if verifier is not None:
                 if k == 0:
                     roots = {name: manifest.slot(name).digest_root for name in self._holders}
-                    verifier.trust({name: self.digests(name) for name in self._holders}, roots)
-                verifier.check_wave(k, staging, buffers)
+                    known = {name: self.digests(name) for name in self._holders if name not in lost}
+                    verifier.trust(known, roots)
+                verifier.check_wave(k, staging, buffers, lost=frozenset(lost))
             if k < len(bound.waves):
                 run_copies(plan, k, staging, buffers)
 
-        totals = read_waves(self._transport, waves, landed, deadline)
-        read_waves(self._transport, [bound.after], lambda k: None, deadline)
-        last = self._headers("after", manifest)
+        totals = read_waves(
+            self._transport,
+            waves,
+            landed,
+            deadline,
+            totals=WireTotals(lost=lost),
+            may_lose=may_lose,
+            stall_s=stall_s,
+        )
+        heads(bound.after)
+        last = self._headers("after", manifest, lost)
         for name, header in first.items():
-            if last[name] != header:
+            if name not in lost and last[name] != header:
                 raise TornReadError(
                     f"holder {name!r}: its buffer was written during the read "
                     f"(sequence {header.sequence} -> {last[name].sequence})"
                 )
         return totals
 
-    def poisoned(self) -> None:
-        """After an abandoned read: give up memory that a late write may still change."""
+    def poisoned(self) -> bool:
+        """After an abandoned read: give up memory that a late write may still change; tells whether there was any."""
         regions = self._transport.quarantined()
         if not regions:
-            return
+            return False
         self._drop_bindings()
         hit = [
             arena
@@ -273,6 +317,14 @@ class Reader:
             self._drop("meta")
         if self._loader in hit:
             self._drop("loader")
+        return bool(hit)
+
+    def release(self) -> None:
+        """Free lists and memory; peers stay (they belong to the reader that this one shares them with)."""
+        self._drop_bindings()
+        self._drop("staging", "meta", "loader", "shadow")
+        self._borrowed = None
+        self._plan = None
 
     def close(self) -> None:
         """Free lists, peers, registrations and memory, in this order. The engine keeps what it serves from."""
@@ -296,6 +348,8 @@ class Reader:
 
     def buffers(self) -> list[U8]:
         """All destination buffers in the plan's order."""
+        if self._borrowed is not None:
+            return [self._borrowed[name] for name in self._required_plan().buffers.names_list]
         found = {**self.shadow().buffers, **(self._loader.buffers if self._loader is not None else {})}
         return [found[name] for name in self._required_plan().buffers.names_list]
 
@@ -357,12 +411,12 @@ class Reader:
         if record.digest_region >= 0 and digests.nbytes:
             made.beside.append(one(record.digest_region, digests))
 
-    def _headers(self, when: str, manifest: Manifest) -> dict[str, Header]:
+    def _headers(self, when: str, manifest: Manifest, lost: Mapping[str, object]) -> dict[str, Header]:
         out: dict[str, Header] = {}
         if self._meta is None:
             return out
         for name in self._holders:
-            if manifest.slot(name).header_region < 0:
+            if name in lost or manifest.slot(name).header_region < 0:
                 continue
             header = Header.parse(self._meta.buffers[f"{when}\0{name}"].tobytes(), holder=name)
             header.require(holder=name, epoch=manifest.version.epoch, step=manifest.version.step)

@@ -25,13 +25,14 @@ from reshard.refit import settings
 from reshard.refit.arena import Arena
 from reshard.refit.attempt import Attempt
 from reshard.refit.clock import StageClock
-from reshard.refit.deadline import Deadline
+from reshard.refit.deadline import Deadline, check_timeout
 from reshard.refit.engine import Engine
 from reshard.refit.errors import InDoubtError, QuarantinedError, RefitError
 from reshard.refit.planning import Gate, Planned, manifest_of, plan_refit, topology_digest, with_holders
 from reshard.refit.reader import Reader
 from reshard.refit.records import DiscoveryRecord, emit
 from reshard.refit.report import RefitReport
+from reshard.refit.retry import RetryPolicy
 from reshard.refit.verify import Checks, Mode, build_checks
 from reshard.rendezvous.types import VersionKey, WorkerInfo
 
@@ -70,6 +71,12 @@ class Receiver:
         Refuse a refit in which any received byte could not be verified.
     lease_ttl_s, transaction_timeout_s
         Asked of the service. A transaction never lives longer than four fifths of the time that the call has left.
+    retry
+        How often a holder is dialled and the rendezvous is asked, under the call's deadline.
+    stall_s
+        Longest wait for one wave before its silent holders are given up for their replicas; the deadline alone if None.
+    on_allocate
+        Told what (``shadow``, ``staging``, ``meta``, ``loader``) and how many bytes are allocated.
     on_stage, on_state
         Told the name of each stage as it starts, and each change of `state`.
     """
@@ -98,6 +105,8 @@ class Receiver:
         on_stage: Callable[[str], None] | None = None,
         on_state: Callable[[ServingState], None] | None = None,
         on_allocate: Callable[[str, int], None] | None = None,
+        retry: RetryPolicy | None = None,
+        stall_s: float | None = None,
     ) -> None:
         if member not in members or len(set(members)) != len(members):
             raise RefitError(f"member {member!r} must be one of the distinct members {list(members)}")
@@ -119,7 +128,12 @@ class Receiver:
         self._host = host or socket.gethostname()
         self._sentinel = debug_sentinel
         self._on_stage, self._on_state = on_stage, on_state
-        self.reader = Reader(transport, swaps=bool(getattr(engine, "swaps", False)), on_allocate=on_allocate)
+        self.retry = retry if retry is not None else RetryPolicy()
+        self.stall_s = check_timeout(stall_s, "stall_s") if stall_s is not None else None
+        self.on_allocate = on_allocate
+        self.reader = Reader(
+            transport, swaps=bool(getattr(engine, "swaps", False)), on_allocate=on_allocate, retry=self.retry
+        )
         self.planned: Planned | None = None
         self.serving: VersionKey | None = None
         """The version that this rank serves; None while it serves nothing."""
@@ -282,20 +296,28 @@ class Receiver:
         return record
 
     def plan_for(
-        self, manifest: Manifest, only: Sequence[str], clock: StageClock, deadline: Deadline
+        self,
+        manifest: Manifest,
+        only: Sequence[str],
+        clock: StageClock,
+        deadline: Deadline,
+        *,
+        without: frozenset[str] = frozenset(),
     ) -> tuple[Planned, bool]:
         """The plan for a manifest, and whether it is a new one.
 
         It is new where a table, the selection, the options or the engine's memory has changed since the last plan.
         """
-        topology = topology_digest(manifest, only, self.options)
+        topology = topology_digest(manifest, only, self.options, without)
         signature = self.engine.signature()
         if self.planned is not None and self.planned.topology == topology and signature == self._signature:
             return self.planned, False
         parts = self.tables(manifest, deadline)
         sources = with_holders(manifest, parts)
+        whole = manifest_of(sources)
+        sources = sources.replace(removed=sorted(without & set(sources.by_name)))
         clock.enter("capture")
-        captured = self.engine.capture(manifest_of(sources))
+        captured = self.engine.capture(whole)
         clock.enter("plan")
         planned = plan_refit(
             captured,
@@ -317,6 +339,12 @@ class Receiver:
         n_cells = self.checks.n_cells if self.checks is not None else {}
         self.reader.adopt(planned.plan, n_cells, planned.materialised_buffers)
         self.planned = planned
+
+    def drop(self, names: frozenset[str]) -> None:
+        """Release peers that failed, and give up memory that a late write of theirs may still change."""
+        self.reader.links.release(names)
+        if self.reader.poisoned():
+            self.planned = None
 
     def seed(self, planned: Planned, shadow: Arena) -> None:
         """Fill shadow buffers that the plan writes only in part with the live bytes."""

@@ -309,7 +309,7 @@ class Verifier:
         self._digests = []
         for name in self._checks.names:
             root = roots.get(name, b"")
-            if not root:
+            if not root or name not in digests:
                 self._digests.append(None)
                 continue
             if root_of(digests[name]) != root:
@@ -318,15 +318,16 @@ class Verifier:
                 )
             self._digests.append(digests[name])
 
-    def check_wave(self, wave: int, staging: U8, buffers: Sequence[U8]) -> None:
-        """Verify what lies in staging after ``wave`` (or, for wave -1, what lies in the buffers).
+    def check_wave(self, wave: int, staging: U8, buffers: Sequence[U8], *, lost: frozenset[str] = frozenset()) -> None:
+        """Verify what lies in staging after ``wave`` (wave -1: in the buffers), ``lost`` holders apart.
 
         Raises
         ------
         VerificationError
             Naming the cells that differ.
         """
-        todo = [c for c in self._by_wave.get(wave, ()) if self._digests[c.holder] is not None]
+        gone = {i for i, name in enumerate(self._checks.names) if name in lost}
+        todo = [c for c in self._by_wave.get(wave, ()) if self._digests[c.holder] is not None and c.holder not in gone]
         if not todo:
             return
         since = time.perf_counter()

@@ -2,9 +2,9 @@
 
     post 0 | wait 0, post 1, copy 0 | wait 1, post 2, copy 1 | ...
 
-Two waves share the staging arena; wave k + 2 is posted only when the copies of wave k are done. On a failure
-everything in flight is waited for (or abandoned by the transport, which then quarantines the memory) before the
-error is raised.
+Two waves share the staging arena; wave k + 2 is posted only when the copies of wave k are done. Where the caller
+can do without a holder (its replicas have its boxes), a peer that fails is noted as lost and left out from there
+on, and the others finish; anything else that fails ends the read, with nothing left in flight.
 """
 
 from __future__ import annotations
@@ -15,22 +15,36 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from reshard.refit.deadline import Deadline
-from reshard.transports.errors import TransportError
+from reshard.transports.errors import PoisonedMemoryError, TransportError
 
 if TYPE_CHECKING:
     from reshard.transports.base import Prepared, Transfer, Transport
 
-__all__ = ["WireTotals", "read_waves"]
+__all__ = ["WireTotals", "failed_peers", "read_waves"]
+
+_DRAIN_S = 5.0
 
 
 @dataclass(slots=True)
 class WireTotals:
-    """What moved: bytes, seconds with something in flight, native descriptors."""
+    """What moved: bytes, seconds with something in flight, native descriptors; and the peers lost on the way."""
 
     nbytes: int = 0
     seconds: float = 0.0
     n_descriptors: int = 0
-    per_peer: dict[str, int] = field(default_factory=dict)
+    lost: dict[str, TransportError] = field(default_factory=dict)
+
+    def add(self, other: WireTotals) -> None:
+        """Count another read too."""
+        self.nbytes += other.nbytes
+        self.seconds += other.seconds
+        self.n_descriptors += other.n_descriptors
+
+
+def failed_peers(error: TransportError) -> frozenset[str]:
+    """The peers that a transport error blames."""
+    bad = {name for name, state in error.failures.items() if not state.startswith("done")}
+    return frozenset(bad | ({error.peer} if error.peer else set()))
 
 
 def read_waves(
@@ -38,58 +52,83 @@ def read_waves(
     waves: Sequence[Sequence[Prepared]],
     copy: Callable[[int], None],
     deadline: Deadline,
+    *,
+    totals: WireTotals | None = None,
+    may_lose: bool = False,
+    stall_s: float | None = None,
 ) -> WireTotals:
     """Read all ``waves``, calling ``copy(k)`` once wave ``k`` has landed.
+
+    Parameters
+    ----------
+    totals
+        Adds to these, and leaves out the peers that they name as lost.
+    may_lose
+        Note failing peers in ``totals.lost`` and go on without them, as long as no memory is quarantined.
+    stall_s
+        Longest wait for one wave, seconds; the deadline alone if None.
 
     Raises
     ------
     TransportError
         The first failure, with every peer's state; nothing is left in flight.
     """
-    totals = WireTotals()
+    sums = WireTotals() if totals is None else totals
     in_flight: list[Transfer] = []
     try:
         if waves:
-            in_flight = _post(transport, waves[0], deadline)
+            in_flight = _post(transport, waves[0], sums, may_lose)
         for k in range(len(waves)):
-            stats = transport.wait(in_flight, timeout_s=deadline.remaining("read"))
-            in_flight = []
-            totals.nbytes += stats.bytes
-            totals.seconds += stats.seconds
-            totals.n_descriptors += stats.n_descriptors
-            for name, peer in stats.per_peer.items():
-                totals.per_peer[name] = totals.per_peer.get(name, 0) + peer.bytes
+            left = deadline.remaining("read")
+            landed, in_flight = in_flight, []
+            _wait(transport, landed, sums, left if stall_s is None else min(left, stall_s), may_lose)
             if k + 1 < len(waves):
-                in_flight = _post(transport, waves[k + 1], deadline)
+                in_flight = _post(transport, waves[k + 1], sums, may_lose)
             copy(k)
     except BaseException:
-        _drain(transport, in_flight, deadline)
+        if in_flight:
+            # The caller has the first error; what is abandoned here is quarantined by the transport.
+            with contextlib.suppress(TransportError):
+                transport.cancel(in_flight)
+                transport.wait(in_flight, timeout_s=max(min(deadline.left_s, _DRAIN_S), 1e-3))
         raise
-    return totals
+    return sums
 
 
-def _post(transport: Transport, lists: Sequence[Prepared], deadline: Deadline) -> list[Transfer]:
+def _wait(
+    transport: Transport, transfers: Sequence[Transfer], sums: WireTotals, timeout_s: float, may_lose: bool
+) -> None:
+    try:
+        stats = transport.wait(transfers, timeout_s=timeout_s, finish_others=may_lose)
+    except TransportError as error:
+        bad = failed_peers(error)
+        if not may_lose or not bad or transport.quarantined():
+            raise
+        sums.lost.update(dict.fromkeys(bad, error))
+        done = [t.prepared for t in transfers if t.prepared.peer.name not in bad]
+        sums.nbytes += sum(p.nbytes for p in done)
+        sums.n_descriptors += sum(p.n_descriptors for p in done)
+        return
+    sums.nbytes += stats.bytes
+    sums.seconds += stats.seconds
+    sums.n_descriptors += stats.n_descriptors
+
+
+def _post(transport: Transport, lists: Sequence[Prepared], sums: WireTotals, may_lose: bool) -> list[Transfer]:
     posted: list[Transfer] = []
     for prepared in lists:
+        name = prepared.peer.name
+        if name in sums.lost:
+            continue
         try:
             posted.append(transport.post(prepared))
         except TransportError as error:
-            error.failures.setdefault(prepared.peer.name, f"refused: {error}")
-            try:
-                stats = transport.wait(posted, timeout_s=max(deadline.left_s, 1e-3))
-            except TransportError as other:
-                for name, state in other.failures.items():
-                    error.failures.setdefault(name, state)
-            else:
-                for name in stats.per_peer:
-                    error.failures.setdefault(name, "done")
+            error.failures.setdefault(name, f"refused: {error}")
+            if may_lose and not isinstance(error, PoisonedMemoryError):
+                sums.lost[name] = error
+                continue
+            with contextlib.suppress(TransportError):
+                transport.cancel(posted)
+                transport.wait(posted, timeout_s=_DRAIN_S)
             raise
     return posted
-
-
-def _drain(transport: Transport, in_flight: Sequence[Transfer], deadline: Deadline) -> None:
-    if not in_flight:
-        return
-    # The caller has the first error; what is abandoned here is quarantined by the transport.
-    with contextlib.suppress(TransportError):
-        transport.wait(in_flight, timeout_s=max(min(deadline.left_s, 5.0), 1e-3))

@@ -1,0 +1,126 @@
+"""A holder failed in the middle of a read: fetch what it owed from its replicas, and nothing else.
+
+1. The plan's blocks that the lost holders had to deliver become a read table of their own, into the same
+   destination buffers.
+2. It is planned over the holders that are left, with staging of its own; what nobody else has is a `CoverageError`.
+3. It is read and verified like any plan. If another holder fails on the way, the same is done once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.planner import ReadTable, plan
+from reshard.planner.errors import PlanError
+from reshard.refit.deadline import Deadline
+from reshard.refit.reader import Reader
+from reshard.refit.verify import Mode, Verifier, build_checks
+from reshard.refit.waves import WireTotals
+
+if TYPE_CHECKING:
+    from reshard.planner import Plan, ShardTable
+    from reshard.rendezvous.types import Manifest
+    from reshard.transports.base import Transport
+
+__all__ = ["Rescue", "owed_by", "rescue"]
+
+U8 = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Rescue:
+    """What a rescue read."""
+
+    totals: WireTotals
+    verifiers: tuple[Verifier, ...]
+    lost: frozenset[str]
+
+
+def owed_by(made: Plan, lost: frozenset[str]) -> ReadTable:
+    """Requests for exactly what ``lost`` holders had to deliver.
+
+    Raises
+    ------
+    PlanError
+        For packed sub-byte tensors, whose boxes are not expressed in elements.
+    """
+    blocks, reads = made.blocks, made.reads
+    numbers = [i for i, h in enumerate(made.holders) if h.name in lost]
+    rows = np.flatnonzero(np.isin(blocks.holder, numbers))
+    request = blocks.request[rows]
+    bits = made.buffers.bits[blocks.buffer[rows]]
+    if bool((bits < 8).any()):
+        raise PlanError("a lost holder's packed sub-byte tensors cannot be read again by rows")
+    item = bits // 8
+    return ReadTable(
+        reads.tensors,
+        made.buffers,
+        reads.tensor_id[request],
+        tuple(c[rows] for c in blocks.start),
+        tuple(c[rows] for c in blocks.step),
+        tuple(c[rows] for c in blocks.count),
+        blocks.buffer[rows],
+        blocks.dst_offset_bytes[rows] // item,
+        tuple(c[rows] // item for c in blocks.dst_stride_bytes),
+        np.zeros(len(rows), np.int64),
+        np.zeros(len(rows), np.int64),
+    )
+
+
+def rescue(
+    transport: Transport,
+    main: Reader,
+    made: Plan,
+    manifest: Manifest,
+    lost: frozenset[str],
+    deadline: Deadline,
+    *,
+    verify: Mode,
+    buffers: Mapping[str, U8],
+    stall_s: float | None,
+    on_allocate: Callable[[str, int], None] | None = None,
+) -> Rescue:
+    """Read what the ``lost`` holders owed.
+
+    Raises
+    ------
+    CoverageError
+        What no other holder has.
+    TransportError, VerificationError
+        As any read.
+    """
+    gone = set(lost)
+    sources: ShardTable = made.sources
+    owed, owed_plan = owed_by(made, lost), made
+    totals = WireTotals()
+    verifiers: list[Verifier] = []
+    version = manifest.version
+    while True:
+        left = sources.replace(removed=[name for name in gone if name in sources.by_name])
+        owed_plan = plan(left, owed, made.options)
+        checks = build_checks(owed_plan) if verify != "off" else None
+        verifier = Verifier(checks, verify, (version.epoch, version.step)) if checks is not None else None
+        reader = Reader(transport, swaps=False, on_allocate=on_allocate, links=main.links)
+        try:
+            reader.adopt(owed_plan, checks.n_cells if checks is not None else {}, borrowed=buffers)
+            main.links.ensure([manifest.slot(h.name) for h in owed_plan.holders], deadline, exact=False)
+            reader.allocate()
+            part = reader.read(
+                reader.bind(manifest), manifest, deadline, verifier=verifier, may_lose=True, stall_s=stall_s
+            )
+            if verifier is not None:
+                verifier.check_wave(-1, reader.staging, reader.buffers(), lost=frozenset(part.lost))
+                verifiers.append(verifier)
+            part.nbytes -= reader.meta_bytes(part.lost)
+        finally:
+            reader.release()
+        totals.add(part)
+        if not part.lost:
+            return Rescue(totals, tuple(verifiers), frozenset(gone))
+        gone |= set(part.lost)
+        owed = owed_by(owed_plan, frozenset(part.lost))

@@ -1,0 +1,186 @@
+"""A holder that fails before, during or after a read: replicas take over in the same refit, or the error names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from tests.refit.cluster import TIMEOUT_S, Cluster, weights
+
+from reshard.planner.errors import CoverageError
+from reshard.planner.options import PlanOptions
+from reshard.refit.adapters.numpy_arrays import local_tensors
+from reshard.refit.deadline import Deadline
+from reshard.refit.engines.arrays import ArrayEngine, take
+from reshard.refit.errors import RefitAborted
+from reshard.refit.retry import RetryPolicy
+from reshard.transports.errors import PeerError, TransportError
+
+
+def replicated(
+    n: int, *, staging: bool = False, **settings: object
+) -> tuple[Cluster, ArrayEngine, dict[str, np.ndarray]]:
+    """``n`` trainers that all hold the whole model, and one engine; with ``staging`` every copy goes through it."""
+    model = weights(1)
+    if staging:
+        engine = ArrayEngine(
+            {"q": np.zeros((4, 16)), "k": np.zeros((8, 3)), "o": np.zeros((16, 8), np.float32), "norm": np.zeros(7)},
+            layout={"q": [take("q", np.s_[2:6])], "k": [take("k", np.s_[:, 5:8])]},
+        )
+    else:
+        engine = ArrayEngine({name: np.zeros_like(w) for name, w in model.items()})
+    cluster = Cluster(n, engines=[engine], receiver_settings=settings)
+    return cluster, engine, model
+
+
+def publish(cluster: Cluster, model: dict[str, np.ndarray], step: int) -> None:
+    for p in cluster.publishers:
+        tensors = local_tensors(model, replica_groups=dict.fromkeys(model, 0))
+        p.publish(epoch=0, step=step, tensors=tensors, timeout_s=TIMEOUT_S)
+
+
+def at_stage(stage: str, act: Callable[[], None]) -> Callable[[str], None]:
+    """Do something once, when a stage starts."""
+    done: list[str] = []
+
+    def hook(name: str) -> None:
+        if name == stage and not done:
+            done.append(name)
+            act()
+
+    return hook
+
+
+@pytest.mark.parametrize("stage", ["connect", "allocate", "read"])
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("staging", [False, True])
+def test_replicas_take_over(stage: str, warm: bool, staging: bool) -> None:
+    cluster, engine, model = replicated(3, staging=staging, retry=RetryPolicy(2, 0.01))
+    with cluster:
+        publish(cluster, model, 0)
+        if warm:
+            cluster.refit_ok(0)
+        model = {name: w + 1 for name, w in model.items()}
+        publish(cluster, model, 1)
+        receiver = cluster.receivers[0]
+        receiver._on_stage = at_stage(stage, cluster.trainer_transports[0].close)
+        (report,) = cluster.refit_ok(1)
+        assert report.failovers == ("trainer-0",) or (warm and stage == "connect")
+        expected = {"q": model["q"][2:6], "k": model["k"][:, 5:8]} if staging else {}
+        for name, w in model.items():
+            assert np.array_equal(engine[name], expected.get(name, w)), name
+        assert report.verified_bytes > 0
+        assert "trainer-0" not in receiver.reader.links.names()
+        assert not cluster.leftovers()
+
+
+def test_only_the_lost_rows_are_read_again() -> None:
+    cluster, _, model = replicated(3)
+    with cluster:
+        publish(cluster, model, 0)
+        (whole,) = cluster.refit_ok(0)
+        assert _bytes_by_holder(cluster)["trainer-0"] > 0
+        publish(cluster, model, 1)
+        cluster.receivers[0]._on_stage = at_stage("read", cluster.trainer_transports[0].close)
+        (report,) = cluster.refit_ok(1)
+        assert report.failovers == ("trainer-0",)
+        assert report.wire_bytes == whole.wire_bytes, "the others' bytes once, the lost ones' once"
+        assert report.verified_bytes == report.received_bytes
+
+
+def _bytes_by_holder(cluster: Cluster) -> dict[str, int]:
+    planned = cluster.receivers[0].planned
+    assert planned is not None
+    names = [h.name for h in planned.plan.holders]
+    blocks = planned.plan.blocks
+    totals = np.bincount(blocks.holder, weights=blocks.run_bytes * blocks.n_runs, minlength=len(names))
+    return dict(zip(names, totals.astype(int).tolist(), strict=True))
+
+
+def test_two_holders_lost_one_after_the_other() -> None:
+    cluster, engine, model = replicated(3)
+    with cluster:
+        publish(cluster, model, 0)
+        cluster.refit_ok(0)
+        publish(cluster, model, 1)
+
+        def both() -> None:
+            cluster.trainer_transports[0].close()
+            cluster.trainer_transports[2].close()
+
+        cluster.receivers[0]._on_stage = at_stage("read", both)
+        (report,) = cluster.refit_ok(1)
+        assert report.failovers == ("trainer-0", "trainer-2")
+        assert all(np.array_equal(engine[name], w) for name, w in model.items())
+
+
+def test_what_no_replica_holds_fails_and_names_the_holder() -> None:
+    engine = ArrayEngine({name: np.zeros_like(w) for name, w in weights(0).items()})
+    with Cluster(2, engines=[engine], receiver_settings={"retry": RetryPolicy(2, 0.01)}) as cluster:
+        cluster.publish(0, weights(0))
+        cluster.refit_ok(0)
+        cluster.publish(1, weights(1))
+        cluster.receivers[0]._on_stage = at_stage("read", cluster.trainer_transports[1].close)
+        for stage in ("read", "connect"):
+            (error,) = cluster.refit(1)
+            assert isinstance(error, TransportError), stage
+            assert "trainer-1" in str(error)
+            assert isinstance(error.__cause__, CoverageError)
+            assert cluster.receivers[0].check_serving().step == 0
+            assert np.array_equal(engine["q"], weights(0)["q"])
+            assert not cluster.leftovers()
+
+
+def test_a_rank_that_needs_nothing_of_the_lost_holder_is_aborted_with_its_group() -> None:
+    first = ArrayEngine({"q": np.zeros((4, 16), np.float32)}, layout={"q": [take("q", np.s_[:4])]})
+    second = ArrayEngine({"q": np.zeros((4, 16), np.float32)}, layout={"q": [take("q", np.s_[4:])]})
+    with Cluster(2, engines=[first, second]) as cluster:
+        model = {"q": weights(0)["q"]}
+        cluster.publish(0, model)
+        cluster.refit_ok(0)
+        cluster.publish(1, {"q": model["q"] + 1})
+
+        def kill() -> None:
+            assert cluster.all_joined()
+            cluster.trainer_transports[1].close()
+
+        cluster.receivers[1]._on_stage = at_stage("read", kill)
+        a, b = cluster.refit(1)
+        assert isinstance(b, TransportError)
+        assert isinstance(a, RefitAborted)
+        assert np.array_equal(first["q"], model["q"][:4])
+        assert np.array_equal(second["q"], model["q"][4:])
+
+
+def test_nearest_candidates_come_first() -> None:
+    """The order of the replica policy decides who is tried: `first` takes trainer-0, then trainer-1."""
+    cluster, _, model = replicated(3, options=PlanOptions(policy="first"), retry=RetryPolicy(1))
+    with cluster:
+        publish(cluster, model, 0)
+        cluster.refit_ok(0)
+        assert cluster.receivers[0].reader.links.names() == ("trainer-0",)
+        publish(cluster, model, 1)
+        cluster.receivers[0]._on_stage = at_stage("read", cluster.trainer_transports[0].close)
+        (report,) = cluster.refit_ok(1)
+        assert report.failovers == ("trainer-0",)
+
+
+def test_retry_policy_counts_and_shares_the_time() -> None:
+    tries: list[float] = []
+
+    def call(left_s: float) -> str:
+        tries.append(left_s)
+        if len(tries) < 3:
+            raise PeerError("not yet", peer="x")
+        return "connected"
+
+    policy = RetryPolicy(3, backoff_s=0.01)
+    assert policy.run(call, PeerError, Deadline(9.0, "a dial"), "connect") == "connected"
+    assert [round(s) for s in tries] == [3, 4, 9]
+    tries.clear()
+    with pytest.raises(PeerError):
+        RetryPolicy(2, backoff_s=0.01).run(call, PeerError, Deadline(9.0, "a dial"), "connect")
+    assert len(tries) == 2
+    with pytest.raises(ValueError, match="attempts >= 1"):
+        RetryPolicy(0)
