@@ -243,6 +243,26 @@ class RemoteBackend:
         )
 
     async def _answer(self, wish: Join, grant: pb.Grant, deadline: float) -> Answer:
+        content = (grant.topology_digest, grant.bases_digest, grant.roots)
+        slots = self.cache.slots.get(content)
+        if slots is None:
+            slots = await self._slots(grant, deadline)
+            self.cache.slots.put(content, slots)
+        self._offer(grant.bases_digest)
+        return Answer(
+            key=VersionKey(wish.model, grant.stamp.epoch, grant.stamp.step),
+            uid=messages.id_from_bytes("grant.uid", grant.uid),
+            layout_epoch=grant.layout_epoch,
+            slots=slots,
+            transaction=messages.id_from_bytes("grant.transaction", grant.transaction),
+            members=wish.members,
+            lease_id=messages.id_from_bytes("grant.lease", grant.lease),
+            lease_ttl_s=wish.lease_ttl_s,
+            identity=messages.identity_of(grant.uid, grant.topology_digest, grant.bases_digest, grant.roots),
+        )
+
+    async def _slots(self, grant: pb.Grant, deadline: float) -> tuple[SlotRecord, ...]:
+        """Put the slots together, fetching what of them is not known."""
         bases = grant.bases if grant.HasField("bases") else self._bases.get(grant.bases_digest)
         topology = self._topologies.get(grant.topology_digest)
         if bases is None:
@@ -254,18 +274,7 @@ class RemoteBackend:
             raise RendezvousError("the service sent slots that do not match their digests")
         self._topologies.put(grant.topology_digest, topology)
         self._bases.put(grant.bases_digest, bases)
-        self._offer(grant.bases_digest)
-        return Answer(
-            key=VersionKey(wish.model, grant.stamp.epoch, grant.stamp.step),
-            uid=messages.id_from_bytes("grant.uid", grant.uid),
-            layout_epoch=grant.layout_epoch,
-            slots=messages.slots_of(topology, bases, grant.roots),
-            transaction=messages.id_from_bytes("grant.transaction", grant.transaction),
-            members=wish.members,
-            lease_id=messages.id_from_bytes("grant.lease", grant.lease),
-            lease_ttl_s=wish.lease_ttl_s,
-            identity=messages.identity_of(grant.uid, grant.topology_digest, grant.bases_digest, grant.roots),
-        )
+        return messages.slots_of(topology, bases, grant.roots)
 
     def _offer(self, digest: bytes) -> None:
         if digest in self._known:

@@ -26,6 +26,7 @@ from reshard.rendezvous.optional import pb, tables_pb
 
 if TYPE_CHECKING:
     from reshard.rendezvous.messages import Topology
+    from reshard.rendezvous.types import SlotRecord
 
 __all__ = ["Content", "TableCache"]
 
@@ -41,6 +42,7 @@ class TableCache:
     def __init__(self) -> None:
         self.topologies: Lru[bytes, Topology] = Lru(64)
         self.bases: Lru[bytes, bytes] = Lru(256)
+        self.slots: Lru[tuple[bytes, bytes, bytes], tuple[SlotRecord, ...]] = Lru(16)
         self._parts: Lru[bytes, ShardPart] = Lru(_KEPT_PARTS)
         self._tensors: Lru[bytes, TensorDict] = Lru(_KEPT_DICTS)
         self._geometries: Lru[bytes, GeometryDict] = Lru(_KEPT_DICTS)
