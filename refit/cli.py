@@ -48,6 +48,7 @@ def _application() -> Callable[[], object]:
             "auto", help="nixl, ucx, memory; auto takes NIXL where it works, else shared memory."
         ),
         trainers: int = typer.Option(4, help="FSDP2 trainer processes."),
+        sharding: str = typer.Option("fsdp", help="fsdp, hsdp (two replicas) or fsdp+tp (pairs split the attention)."),
         tp: int = typer.Option(2, help="Tensor-parallel inference processes."),
         layers: int = typer.Option(4, help="Decoder layers."),
         model: str = typer.Option("moe", help="moe (Qwen3-MoE, 6 experts) or dense (Qwen3, tied embeddings)."),
@@ -60,6 +61,7 @@ def _application() -> Callable[[], object]:
         _demo(
             transport=transport,
             trainers=trainers,
+            sharding=sharding,
             tensor_parallel=tp,
             layers=layers,
             model=model,
@@ -121,6 +123,7 @@ def _demo(
     *,
     transport: str,
     trainers: int,
+    sharding: str,
     tensor_parallel: int,
     layers: int,
     model: str,
@@ -139,6 +142,7 @@ def _demo(
     settings = DemoSettings(
         transport=transport,
         trainers=trainers,
+        sharding=sharding,
         tensor_parallel=tensor_parallel,
         layers=layers,
         model=model,

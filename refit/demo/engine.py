@@ -23,7 +23,7 @@ from reshard.refit.demo.settings import DemoError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["VOCABULARY_PADDING", "ModelShape", "ReferenceModel", "TensorParallel", "bits_differ"]
+__all__ = ["VOCABULARY_PADDING", "ModelShape", "ReferenceModel", "TensorParallel"]
 
 VOCABULARY_PADDING: Final = 64
 """The vocabulary is padded to a multiple of this many rows before it is split."""
@@ -329,21 +329,3 @@ def _required(shard: str | None) -> str:
     if shard is None:
         raise DemoError("fused parameter: the loader needs a shard name")
     return shard
-
-
-def bits_differ(left: torch.Tensor, right: torch.Tensor) -> int:
-    """Return how many elements of two tensors differ in any bit: 0.0 differs from -0.0, a NaN equals itself.
-
-    Raises
-    ------
-    DemoError
-        If their shapes or dtypes differ.
-    """
-    require("torch", extra="torch")
-    import torch
-
-    if left.shape != right.shape or left.dtype != right.dtype:
-        raise DemoError(f"compare: got {left.dtype}{tuple(left.shape)}, expected {right.dtype}{tuple(right.shape)}")
-    width = left.element_size()
-    as_bytes = [t.detach().contiguous().reshape(-1).view(torch.uint8).view(-1, width) for t in (left, right)]
-    return int((as_bytes[0] != as_bytes[1]).any(1).sum())

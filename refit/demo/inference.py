@@ -14,22 +14,16 @@ from typing import TYPE_CHECKING
 from reshard.planner.errors import require
 from reshard.refit.demo import models
 from reshard.refit.demo.channel import Channel, JsonValue, Message, serve_commands
-from reshard.refit.demo.engine import ReferenceModel, TensorParallel, bits_differ
-from reshard.refit.demo.settings import DemoError, DemoSettings
+from reshard.refit.demo.checks import compare_with_checkpoint
+from reshard.refit.demo.engine import ReferenceModel, TensorParallel
+from reshard.refit.demo.settings import DemoSettings
 from reshard.refit.demo.trainer import MODEL_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import torch
-
     from reshard.refit.receiver import Receiver
     from reshard.refit.report import RefitReport
 
 __all__ = ["run_inference", "run_judge"]
-
-MAX_NAMED = 5
-"""How many differing parameters an error names."""
 
 
 def run_inference(
@@ -142,34 +136,10 @@ class _Inference:
         require("safetensors", extra="demo")
         from safetensors.torch import save_file
 
-        expected = ReferenceModel(self.model.shape, self.model.parallel, self.model.dtype)
-        expected.load_weights(_checkpoint(Path(str(command["folder"]))))
-        wanted = dict(expected.named_parameters())
-        differing: list[str] = []
-        n_elems = 0
-        for name, parameter in self.model.named_parameters():
-            n_elems += parameter.numel()
-            if n_different := bits_differ(parameter, wanted.pop(name)):
-                differing.append(f"{name}: {n_different} of {parameter.numel()} elements")
-        if differing or wanted:
-            more = f" and {len(differing) - MAX_NAMED} more" if len(differing) > MAX_NAMED else ""
-            raise DemoError(f"not what the loader makes of the checkpoint: {'; '.join(differing[:MAX_NAMED])}{more}")
+        n_elems = compare_with_checkpoint(self.model, Path(str(command["folder"])))
         dump = Path(str(command["dump"]))
         save_file({name: parameter.detach().contiguous() for name, parameter in self.model.named_parameters()}, dump)
         return {"n_elems": n_elems}
-
-
-def _checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of a saved checkpoint, file by file."""
-    from safetensors import safe_open
-
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise DemoError(f"{folder}: no *.safetensors file")
-    for file in files:
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - not a mapping
-                yield name, opened.get_tensor(name)
 
 
 def _summary(report: RefitReport) -> Message:

@@ -65,6 +65,7 @@ def as_json(report: DemoReport) -> Message:
         "model": settings.model,
         "layers": settings.layers,
         "trainers": settings.trainers,
+        "sharding": settings.sharding,
         "tensor_parallel": settings.tensor_parallel,
         "transport": report.transport,
         "published": dict(report.trainers),
@@ -77,7 +78,7 @@ def print_report(report: DemoReport, console: Console) -> None:
     """Print what moved, what it took, and what was proved."""
     settings = report.settings
     console.print(
-        f"Qwen3 {settings.model}, {settings.layers} layers: {settings.trainers} FSDP2 trainers -> "
+        f"Qwen3 {settings.model}, {settings.layers} layers: {settings.trainers} trainers ({settings.sharding}) -> "
         f"{settings.tensor_parallel} tensor-parallel inference ranks, over {report.transport}"
     )
     console.print(_moved(report))
@@ -107,7 +108,7 @@ def _moved(report: DemoReport) -> Table:
     from rich.table import Table
 
     table = Table(
-        title="megabytes, descriptors, seconds", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0)
+        title="megabytes, descriptors, seconds", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
     for heading in ("rank", "refit", "useful", "on wire", "verified", "descriptors", "GB/s", "seconds"):
         table.add_column(heading, justify="left" if heading in ("rank", "refit") else "right", no_wrap=True)
@@ -140,11 +141,11 @@ def _stages(report: DemoReport, columns: list[tuple[int, str]]) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(title="milliseconds a stage", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0))
+    table = Table(title="milliseconds a stage", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("stage")
     of_column: list[dict[str, JsonValue]] = []
     for index, name in columns:
-        table.add_column(f"{name} {_kind(index)}", justify="right")
+        table.add_column(f"{name}\n{_kind(index)}", justify="right")
         stages = report.refits[index].ranks[name]["stages"]
         of_column.append(stages if isinstance(stages, dict) else {})
     names = list(dict.fromkeys(stage for stages in of_column for stage in stages))

@@ -26,7 +26,7 @@ __all__ = ["STEPS", "DemoReport", "Progress", "RefitOfRanks", "run_demo"]
 PRELOAD: Final = (
     "torch",
     "torch.distributed.fsdp",
-    "torch.distributed.tensor",
+    "torch.distributed.tensor.parallel",
     "safetensors.torch",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
@@ -148,8 +148,8 @@ class _Run:
                 )
             with self._step("start", "starting the rendezvous service"):
                 address = self._start_rendezvous()
-            names = f"{self.settings.trainers} FSDP2 trainers, {self.settings.tensor_parallel} inference ranks"
-            with self._step("start", f"starting {names}"):
+            trainers = f"{self.settings.trainers} trainers ({self.settings.sharding})"
+            with self._step("start", f"starting {trainers}, {self.settings.tensor_parallel} inference ranks"):
                 self._start_ranks(address)
             for step in STEPS:
                 loss = self._train(step) if step else None
@@ -186,11 +186,12 @@ class _Run:
         model: Message = {"model": settings.model, "layers": settings.layers}
         common: Message = {"transport": settings.transport, "rendezvous": address, "timeout_s": settings.timeout_s}
         store = str(self.folder / f"gloo-{time.time_ns()}")
+        layout: Message = {"trainers": settings.trainers, "sharding": settings.sharding, "store": store}
         self.trainers: list[Child] = [
             self.supervisor.start(
                 name,
                 "reshard.refit.demo.trainer:run_trainer",
-                {**model, **common, "rank": rank, "trainers": settings.trainers, "store": store},
+                {**model, **common, "rank": rank, **layout},
             )
             for rank, name in enumerate(settings.trainer_names)
         ]

@@ -15,10 +15,13 @@ from pathlib import Path
 
 from reshard.planner.errors import ReshardError
 
-__all__ = ["MODELS", "DemoError", "DemoSettings"]
+__all__ = ["MODELS", "SHARDINGS", "DemoError", "DemoSettings"]
 
 MODELS = ("moe", "dense")
 """Models that the demo builds: a Qwen3-MoE, or a dense Qwen3 with tied embeddings."""
+
+SHARDINGS = ("fsdp", "hsdp", "fsdp+tp")
+"""How the trainers shard: over all ranks; in two replicas; over pairs that split the attention between them."""
 
 MAX_TRAINERS = 64
 MAX_LAYERS = 128
@@ -39,6 +42,8 @@ class DemoSettings:
         Name of the transport that reads the weights: "auto" takes NIXL where it works and shared memory otherwise.
     trainers
         Number of FSDP2 trainer processes, at least 1.
+    sharding
+        One of `SHARDINGS`; all but "fsdp" need an even number of trainers.
     tensor_parallel
         Number of inference processes; divides the model's 8 query heads.
     layers
@@ -60,6 +65,7 @@ class DemoSettings:
 
     transport: str = "auto"
     trainers: int = 4
+    sharding: str = "fsdp"
     tensor_parallel: int = 2
     layers: int = 4
     model: str = "moe"
@@ -72,6 +78,10 @@ class DemoSettings:
             raise DemoError(f"--model: got {self.model!r}, expected one of {', '.join(MODELS)}")
         if not 1 <= self.trainers <= MAX_TRAINERS:
             raise DemoError(f"--trainers: got {self.trainers}, expected 1 to {MAX_TRAINERS}")
+        if self.sharding not in SHARDINGS:
+            raise DemoError(f"--sharding: got {self.sharding!r}, expected one of {', '.join(SHARDINGS)}")
+        if self.sharding != "fsdp" and self.trainers % 2:
+            raise DemoError(f"--sharding {self.sharding}: got {self.trainers} trainers, expected an even number")
         if not 1 <= self.layers <= MAX_LAYERS:
             raise DemoError(f"--layers: got {self.layers}, expected 1 to {MAX_LAYERS}")
         if self.tensor_parallel < 1 or N_QUERY_HEADS % self.tensor_parallel:

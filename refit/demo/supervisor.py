@@ -269,9 +269,10 @@ class Supervisor:
                     failures[child.name] = self._obituary(child)
             if len(failures) > n_failures == 0:
                 deadline = min(deadline, time.monotonic() + self.grace_s)
+        ordered = {child.name: answers[child.name] for child in children if child.name in answers}
         if failures:
-            raise ChildrenFailed(failures, answers)
-        return answers
+            raise ChildrenFailed(failures, ordered)
+        return ordered
 
     def _receive(self, deadline: float) -> list[tuple[str, Message]]:
         """Wait for messages of any child, or for an exit; note the exits, return the messages."""

@@ -1,7 +1,7 @@
 """One trainer process of the demo: an FSDP2 rank that publishes what it holds, trains, and saves.
 
-1. All ranks build the same model and shard it with `fully_shard` over a gloo mesh: float32 masters, uneven and empty
-   shards.
+1. All ranks build the same model and shard it with `fully_shard` over a gloo mesh (FSDP, HSDP, or FSDP over tensor
+   parallelism): float32 masters, uneven and empty shards.
 2. "publish" hands this rank's boxes, under checkpoint names, to a `Publisher`, which casts to bfloat16 in its copy.
 3. "train" makes one AdamW step on fixed random tokens.
 4. "save" gathers the full tensors (for the check alone: a refit gathers nothing); rank 0 saves them with
@@ -22,6 +22,7 @@ from reshard.refit.demo.settings import DemoError, DemoSettings
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
     from transformers import PretrainedConfig, PreTrainedModel
 
     from reshard.refit.publisher import Publisher
@@ -41,6 +42,7 @@ def run_trainer(
     model: str,
     layers: int,
     trainers: int,
+    sharding: str,
     transport: str,
     rendezvous: str,
     store: str,
@@ -54,7 +56,7 @@ def run_trainer(
         To the supervisor.
     rank
         This trainer's rank.
-    model, layers, trainers, transport, timeout_s
+    model, layers, trainers, sharding, transport, timeout_s
         As in `DemoSettings`.
     rendezvous
         Address of the rendezvous service.
@@ -68,7 +70,9 @@ def run_trainer(
     from reshard.rendezvous import Rendezvous
     from reshard.transports import open_transport
 
-    settings = DemoSettings(model=model, layers=layers, trainers=trainers, transport=transport, timeout_s=timeout_s)
+    settings = DemoSettings(
+        model=model, layers=layers, trainers=trainers, sharding=sharding, transport=transport, timeout_s=timeout_s
+    )
     torch.set_num_threads(1)
     dist = require("torch.distributed", extra="torch")
     dist.init_process_group(
@@ -107,8 +111,6 @@ class _Trainer:
     def __init__(self, settings: DemoSettings, rank: int, publisher: Publisher, *, epoch: int) -> None:
         require("torch", extra="torch")
         import torch
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
 
         from reshard.refit.adapters.transformers_names import CheckpointNames
 
@@ -118,10 +120,8 @@ class _Trainer:
         self.timeout_s = settings.timeout_s
         self.config: PretrainedConfig = models.build_config(settings)
         self.model: PreTrainedModel = models.build_model(self.config)
-        mesh = init_device_mesh("cpu", (settings.trainers,), mesh_dim_names=("fsdp",))
-        for layer in self.model.get_submodule("model.layers").children():
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
+        mesh = _shard(self.model, settings)
+        self.data_rank = mesh["fsdp"].get_local_rank() if settings.sharding == "fsdp+tp" else rank
         self.names = CheckpointNames.of_model(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
 
@@ -129,7 +129,7 @@ class _Trainer:
         from reshard.refit.adapters.torch_dtensor import local_tensors
 
         started = time.perf_counter()
-        held = self.names.apply(local_tensors(self.model))
+        held = self.names.apply(local_tensors(self.model, copies_over=("tp",)))
         self.publisher.publish(
             epoch=self.epoch, step=_step(command), tensors=held, timeout_s=self.timeout_s, empty=not held
         )
@@ -140,7 +140,7 @@ class _Trainer:
         require("torch", extra="torch")
         import torch
 
-        generator = torch.Generator().manual_seed(1000 * _step(command) + self.rank)
+        generator = torch.Generator().manual_seed(1000 * _step(command) + self.data_rank)
         tokens = torch.randint(0, self.config.vocab_size, (2, 32), generator=generator)
         self.model.train()
         loss = self.model(input_ids=tokens, labels=tokens).loss
@@ -156,6 +156,39 @@ class _Trainer:
         served = {name: tensor.to(models.serving_dtype(name)) for name, tensor in full.items()}
         models.save_checkpoint(self.config, served, Path(str(command["folder"])))
         return {"tokens": [list(answer) for answer in models.greedy_tokens(self.config, full)]}
+
+
+def _shard(model: PreTrainedModel, settings: DemoSettings) -> DeviceMesh:
+    """Shard a model in place over all trainers, and return the mesh."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        ParallelStyle,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    n = settings.trainers
+    if settings.sharding == "fsdp":
+        mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("fsdp",))
+    elif settings.sharding == "hsdp":
+        mesh = init_device_mesh("cpu", (2, n // 2), mesh_dim_names=("replicate", "fsdp"))
+    else:
+        mesh = init_device_mesh("cpu", (n // 2, 2), mesh_dim_names=("fsdp", "tp"))
+    over_tensor = settings.sharding == "fsdp+tp"
+    fsdp_mesh = mesh["fsdp"] if over_tensor else mesh
+    for layer in model.get_submodule("model.layers").children():
+        if over_tensor:
+            plan: dict[str, ParallelStyle] = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+            plan["self_attn.o_proj"] = RowwiseParallel()
+            # Each rank norms its own heads, so the gradients of these weights must be summed over the ranks.
+            plan |= {f"self_attn.{name}_norm": SequenceParallel(sequence_dim=2, use_local_output=True) for name in "qk"}
+            parallelize_module(layer, mesh["tp"], plan)
+        fully_shard(layer, mesh=fsdp_mesh)
+    fully_shard(model, mesh=fsdp_mesh)
+    return mesh
 
 
 def _gather(name: str, parameter: torch.Tensor) -> torch.Tensor:

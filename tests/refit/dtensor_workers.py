@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from reshard.planner.errors import TableError
-from reshard.refit.adapters.torch_dtensor import local_tensors
+from reshard.refit.adapters.torch_dtensor import local_tensors, replica_claim, tied_names
 from reshard.refit.demo.channel import Channel
 
 SHAPES = ((7, 5), (6,), (2, 3, 4), (16, 9), (1, 3))
@@ -42,6 +42,8 @@ def run_rank(channel: Channel, *, rank: int, world: int, store: str, meshes: lis
                     check(parameter, full.detach(), members, copies_over)
                     n_checked += 1
             refuses_partial(mesh)
+            if mesh.ndim == 1 and mesh.get_coordinate() is not None:
+                whole_module(mesh)
         channel.send({"answer": {"n_checked": n_checked}})
     finally:
         dist.destroy_process_group()
@@ -137,3 +139,48 @@ def refuses_partial(mesh: DeviceMesh) -> None:
     summands = DTensor.from_local(torch.ones(4), mesh, [Partial()] * mesh.ndim)
     with pytest.raises(TableError, match="summands"):
         local_tensors({"sum": summands})
+
+
+class Mixed(nn.Module):
+    """Parameters of two dtypes, tied weights, and buffers of which one is persistent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.first = nn.Linear(6, 6, bias=False)
+        self.second = nn.Linear(6, 6, bias=False, dtype=torch.bfloat16)
+        self.tied = nn.Linear(6, 6, bias=False)
+        self.tied.weight = self.first.weight
+        self.register_buffer("seen", torch.tensor(3))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Use all of them."""
+        hidden: torch.Tensor = self.second(self.first(x).bfloat16()).float()
+        return hidden
+
+
+def whole_module(mesh: DeviceMesh) -> None:
+    """After a forward pass FSDP2 may hold gathered parameters; the adapter publishes the sharded ones all the same."""
+    module = Mixed()
+    whole = {name: value.clone() for name, value in module.state_dict().items()}
+    for part in (module.second, module):
+        fully_shard(part, mesh=mesh, reshard_after_forward=False)
+    with torch.no_grad():
+        module(torch.ones(1, 6))
+    assert not any(isinstance(parameter, DTensor) for parameter in module.parameters()), "nothing is gathered: no test"
+    ranks = mesh.mesh.tolist()
+    held = local_tensors(module, plain_ranks=ranks)
+    assert tied_names(module) == {"tied.weight": "first.weight"}
+    rank, size = mesh.get_local_rank(), mesh.size()
+    chunk = -(-6 // size)
+    rows = (min(rank * chunk, 6), min((rank + 1) * chunk, 6))
+    expected = {"seen": ((), ())}
+    if rows[0] < rows[1]:
+        expected |= dict.fromkeys(("first.weight", "second.weight"), ((rows[0], 0), (rows[1], 6)))
+    assert {box.name: (box.start, box.stop) for box in held} == expected
+    for box in held:
+        where = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+        assert torch.equal(torch.as_tensor(box.data), whole[box.name][where]), box.name
+        assert box.dtype == str(whole[box.name].dtype).removeprefix("torch.")
+        assert (box.replica_group == replica_claim(ranks)) == (box.name == "seen" and size > 1)

@@ -101,6 +101,8 @@ def test_the_demo(tmp_path: Path) -> None:
         pytest.param(("--tp", "4", "--trainers", "3", "--layers", "2"), 4, 3, "memory", id="fewer-kv-heads-than-ranks"),
         pytest.param(("--tp", "1", "--trainers", "1", "--layers", "1"), 1, 1, "memory", id="one-to-one"),
         pytest.param(("--trainers", "7"), 2, 7, "memory", id="seven-trainers"),
+        pytest.param(("--sharding", "hsdp"), 2, 4, "memory", id="hsdp"),
+        pytest.param(("--sharding", "fsdp+tp"), 2, 4, "memory", id="fsdp-over-tp"),
     ],
 )
 def test_other_layouts(
@@ -133,6 +135,7 @@ def test_a_killed_trainer(tmp_path: Path, transport: str) -> None:
         (("--transport", "carrier-pigeon"), "--transport carrier-pigeon: transport 'carrier-pigeon' is unknown"),
         (("--tp", "5"), "--tp: got 5, expected a divisor of the 8 query heads"),
         (("--model", "huge"), "--model: got 'huge', expected one of moe, dense"),
+        (("--sharding", "hsdp", "--trainers", "3"), "--sharding hsdp: got 3 trainers, expected an even number"),
         (("--kill", "trainer-9"), "--kill: got 'trainer-9', expected one of trainer-0"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("transformers", reason="the demo's model needs transformers")
@@ -10,7 +12,8 @@ import torch
 from reshard.refit.adapters.torch_dtensor import local_tensors
 from reshard.refit.adapters.transformers_names import CheckpointNames
 from reshard.refit.demo import models
-from reshard.refit.demo.engine import ReferenceModel, TensorParallel, bits_differ
+from reshard.refit.demo.checks import bits_differ, compare_with_checkpoint, read_checkpoint
+from reshard.refit.demo.engine import ReferenceModel, TensorParallel
 from reshard.refit.demo.settings import DemoError, DemoSettings
 from reshard.refit.demo.unshard import unshard
 
@@ -86,6 +89,25 @@ def test_bits_differ_sees_signs_of_zero_and_not_equal_nans() -> None:
     assert bits_differ(left, torch.tensor([-0.0, float("nan"), 2.0])) == 2
     with pytest.raises(DemoError, match=r"got torch.float32\(3,\), expected torch.float64\(3,\)"):
         bits_differ(left, left.double())
+
+
+def test_one_flipped_bit_is_told(tmp_path: Path) -> None:
+    """The demo's check of a rank against a saved checkpoint names the parameter, and counts the elements."""
+    config = models.build_config(DemoSettings(layers=1))
+    named = {
+        name: p.detach().to(models.serving_dtype(name)) for name, p in models.build_model(config).named_parameters()
+    }
+    models.save_checkpoint(config, named, tmp_path)
+    engine = ReferenceModel(models.model_shape(config), TensorParallel(1, 2), torch.bfloat16)
+    engine.load_weights(read_checkpoint(tmp_path))
+    n_elems = sum(parameter.numel() for parameter in engine.module.parameters())
+    assert compare_with_checkpoint(engine, tmp_path) == n_elems
+    with pytest.raises(DemoError, match=r"no \*.safetensors file"):
+        compare_with_checkpoint(engine, tmp_path / "nowhere")
+    flipped = engine.module.get_parameter("model.layers.0.self_attn.qkv_proj.weight").view(torch.int16)
+    flipped[5, 7] ^= 1
+    with pytest.raises(DemoError, match=r"layers\.0\.self_attn\.qkv_proj\.weight: 1 of 49152 elements"):
+        compare_with_checkpoint(engine, tmp_path)
 
 
 def test_unknown_checkpoint_tensors_are_refused() -> None:
