@@ -45,7 +45,11 @@ TRANSFER_ERRORS = (
 
 def installed() -> str:
     """Return the name of the NIXL package that would be used, or an empty string."""
-    return next((name for name in PACKAGES if importlib.util.find_spec(name) is not None), "")
+    for name in PACKAGES:
+        with contextlib.suppress(ModuleNotFoundError):  # from an import hook that forbids it
+            if importlib.util.find_spec(name) is not None:
+                return name
+    return ""
 
 
 @cache
