@@ -104,7 +104,7 @@ def _application() -> Callable[[], object]:
         _ps(address, token, tls, as_json=as_json, timeout_s=timeout)
 
     def doctor() -> None:
-        """Say which transports work on this machine, and why the others do not."""
+        """Say which transports work on this machine, how fast, and why the others do not."""
         _doctor()
 
     def version() -> None:
@@ -206,7 +206,6 @@ def _brief(value: object) -> str:
 
 
 def _doctor() -> None:
-    from reshard.transports.registry import available
+    from reshard.transports.doctor import report
 
-    for backend in available():
-        print(f"{backend.name:10} {'works' if backend.ok else f'does not work: {backend.reason}'}")
+    print(report())

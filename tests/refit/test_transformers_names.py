@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import transformers
 from safetensors.torch import load_file
 
 from reshard.planner.errors import TableError
+from reshard.refit.adapters.converts import split_interleaved_experts
 from reshard.refit.adapters.placements import Split, held_boxes
 from reshard.refit.adapters.torch_dtensor import local_tensors, named_tensors, tied_names
 from reshard.refit.adapters.transformers_names import CheckpointNames
@@ -138,7 +140,7 @@ def test_nothing_is_copied(family: str) -> None:
 
 
 @pytest.mark.parametrize("dim", range(3))
-@pytest.mark.parametrize("family", ("qwen3-moe", "mixtral", "gpt-oss", "deepseek-v3"))
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "gpt-oss", "deepseek-v3"])
 def test_sharded_stacks_keep_their_global_experts(family: str, dim: int, tmp_path: Path) -> None:
     """Sharded over experts (one of four ranks holds none), over rows, or over columns: the same checkpoint."""
     model = build(family)
@@ -165,28 +167,24 @@ def test_a_tied_head_is_published_once() -> None:
     assert tied_names(model) == {"lm_head.weight": "model.embed_tokens.weight"}
 
 
-def interleaved(name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-    """gpt-oss stacks [expert, in, 2 * out] with gate and up columns interleaved: publish each expert's, as out x in."""
-    if name.endswith(".experts.gate_up_proj"):
-        prefix = name.removesuffix("gate_up_proj")
-        return {
-            f"{prefix}{expert}.{shard}_proj.weight": tensor[expert, :, offset::2].T
-            for expert in range(tensor.shape[0])
-            for offset, shard in enumerate(("gate", "up"))
-        }
-    return {name: tensor.contiguous()}
-
-
 @pytest.mark.parametrize("dim", range(3))
-def test_a_convert_function_takes_interleaved_projections_apart(dim: int) -> None:
+def test_interleaved_projections_are_taken_apart(dim: int, tmp_path: Path) -> None:
     """G13: rows 0, 2, 4 are the gate's and 1, 3, 5 the up's, whichever way the stack is sharded."""
     model = build("gpt-oss")
-    named = named_tensors(model)
-    names = CheckpointNames.of_convert(named, interleaved)
+    names = CheckpointNames.of_convert(named_tensors(model), split_interleaved_experts)
     full = pasted([part for share in cut(local_tensors(model), 3, dim) for part in names.apply(share)])
-    stacked = named["model.layers.1.mlp.experts.gate_up_proj"].detach()
-    assert torch.equal(full["model.layers.1.mlp.experts.2.gate_proj.weight"], stacked[2, :, 0::2].T)
-    assert torch.equal(full["model.layers.1.mlp.experts.2.up_proj.weight"], stacked[2, :, 1::2].T)
+    checkpoint = saved(model, tmp_path)
+    for layer, expert in itertools.product(range(2), range(4)):
+        at = f"model.layers.{layer}.mlp.experts."
+        stacked = checkpoint[f"{at}gate_up_proj"][expert].T
+        bias = checkpoint[f"{at}gate_up_proj_bias"][expert]
+        for first, shard in enumerate(("gate", "up")):
+            rows = list(range(first, stacked.shape[0], 2))
+            assert torch.equal(full.pop(f"{at}{expert}.{shard}_proj.weight"), stacked[rows])
+            assert torch.equal(full.pop(f"{at}{expert}.{shard}_proj.bias"), bias[rows])
+        assert torch.equal(full.pop(f"{at}{expert}.down_proj.weight"), checkpoint[f"{at}down_proj"][expert].T)
+        assert torch.equal(full.pop(f"{at}{expert}.down_proj.bias"), checkpoint[f"{at}down_proj_bias"][expert])
+    same(full, {name: tensor for name, tensor in checkpoint.items() if ".experts." not in name})
 
 
 def test_a_conversion_that_computes_is_refused() -> None:
