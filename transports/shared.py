@@ -18,9 +18,18 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.transports.errors import PeerError, RegistrationError
-from reshard.transports.hostmem import populate
+from reshard.transports.hostmem import check_available, populate
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def available_bytes() -> int:
+    """Bytes that the kernel says new allocations can have without swapping (``MemAvailable`` of proc_meminfo(5))."""
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise RegistrationError("/proc/meminfo has no MemAvailable line")
 
 
 class SharedPages:
@@ -36,13 +45,11 @@ class SharedPages:
     __slots__ = ("__weakref__", "address", "array", "fd", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
-        if nbytes < 0:
-            raise RegistrationError(f"allocate: got {nbytes} bytes, expected at least 0")
+        check_available(nbytes)
         size = max(nbytes, 1)
         fd = os.memfd_create("reshard", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
-            os.posix_fallocate(fd, 0, size)  # no SIGBUS later where there is no memory now
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             pages = mmap.mmap(fd, size)
             self.array: npt.NDArray[np.uint8] = np.frombuffer(pages, np.uint8)[:nbytes]
