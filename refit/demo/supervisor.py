@@ -199,7 +199,7 @@ class Supervisor:
             socket.send_fds(self._control.socket, [request], [theirs.fileno(), output.fileno()])
         deadline = time.monotonic() + self.timeout_s
         while True:
-            message = self._control.receive(timeout_s=remaining_s(deadline))
+            message = self._hear_nursery(remaining_s(deadline))
             if message.get("started") == name:
                 break
             self._note_exit(message)
@@ -288,8 +288,19 @@ class Supervisor:
             except ChannelClosed:
                 channel.close()
         if self._control in ready:
-            self._note_exit(self._control.receive(timeout_s=1.0))
+            self._note_exit(self._hear_nursery(1.0))
         return received
+
+    def _hear_nursery(self, timeout_s: float) -> Message:
+        try:
+            return self._control.receive(timeout_s=timeout_s)
+        except ChannelClosed as error:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._nursery.wait(self.stop_grace_s)
+            raise DemoError(
+                f"the nursery (process {self._nursery.pid}) has ended with status {self._nursery.returncode}, and all "
+                "its children with it: was it killed, for want of memory perhaps?"
+            ) from error
 
     def _note_exit(self, message: Message) -> None:
         child = self.children.get(str(message.get("exited")))
@@ -309,7 +320,7 @@ class Supervisor:
                 with contextlib.suppress(ChannelClosed, OSError):
                     child.channel.send({"do": "stop"})
         deadline = time.monotonic() + self.stop_grace_s
-        with contextlib.suppress(ChannelClosed, TimeoutError, OSError):
+        with contextlib.suppress(DemoError, ChannelClosed, TimeoutError, OSError):
             while any(child.exit_status is None for child in self.children.values()) and time.monotonic() < deadline:
                 self._receive(deadline)
         for child in self.children.values():

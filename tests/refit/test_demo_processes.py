@@ -128,6 +128,14 @@ def test_closing_ends_obedient_and_hanging_children(tmp_path: Path) -> None:
     assert children[1].exit_status == 0
 
 
+def test_a_killed_nursery_is_told_and_takes_its_children_along(supervisor: Supervisor) -> None:
+    children = two(supervisor)
+    os.kill(supervisor._nursery.pid, signal.SIGKILL)
+    with pytest.raises(DemoError, match=r"the nursery \(process \d+\) has ended with status -9"):
+        supervisor.ask(children, {"do": "hang"}, timeout_s=30)
+    assert gone_within([child.pid for child in children], 10) == []
+
+
 def test_a_module_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
     with pytest.raises(DemoError, match="No module named 'no_such_module'"):
         Supervisor(("no_such_module",), tmp_path, environment=ENVIRONMENT)
