@@ -15,6 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
+from reshard.planner.cuts import Cuts
 from reshard.planner.shards import ShardPart
 from reshard.rendezvous import limits
 from reshard.rendezvous.backend import Answer, Backend, LocalBackend
@@ -29,6 +30,7 @@ from reshard.rendezvous.errors import (
 from reshard.rendezvous.records import Vote
 from reshard.rendezvous.transactions import Join
 from reshard.rendezvous.types import (
+    CutHints,
     Description,
     Facts,
     Lease,
@@ -382,6 +384,20 @@ class AsyncRendezvous:
         if wait_s:
             limits.check_timeout("wait_s", wait_s)
         return await self.backend.ask(transaction, wait_s, _timeout(timeout_s))
+
+    async def put_cuts(self, model: str, cuts: Cuts, *, group: str, member: str, timeout_s: float = CALL_S) -> int:
+        """Say where a receiver cuts the source tensors; returns the first layout epoch whose hints include it."""
+        for name, value in (("model", model), ("group", group), ("member", member)):
+            limits.check_name(name, value)
+        return await self.backend.put_cuts(model, group, member, cuts, _timeout(timeout_s))
+
+    async def get_cuts(self, model: str, *, layout_epoch: int | None = None, timeout_s: float = CALL_S) -> CutHints:
+        """Get the hints of all receivers of a model, of one layout epoch (None: the newest).
+
+        All ranks of a trainer must take the same set, and open their versions with its layout epoch.
+        """
+        limits.check_name("model", model)
+        return await self.backend.get_cuts(model, layout_epoch, _timeout(timeout_s))
 
     async def describe(self, *, timeout_s: float = CALL_S) -> Description:
         """Describe everything that the service knows."""

@@ -9,14 +9,15 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from reshard.planner.cuts import Cuts
 from reshard.planner.shards import ShardPart
 from reshard.rendezvous.broker import Broker, VersionEvent
 from reshard.rendezvous.catalog import ObjectCatalog
 from reshard.rendezvous.converts import names_digest
-from reshard.rendezvous.records import Vote
+from reshard.rendezvous.records import Hint, Vote
 from reshard.rendezvous.store import MemoryStore
 from reshard.rendezvous.transactions import Join
-from reshard.rendezvous.types import Description, Facts, Progress, SlotRecord, VersionKey, WorkerInfo
+from reshard.rendezvous.types import CutHint, CutHints, Description, Facts, Progress, SlotRecord, VersionKey, WorkerInfo
 
 __all__ = ["Answer", "Backend", "LocalBackend"]
 
@@ -123,6 +124,14 @@ class Backend(Protocol):
 
     async def ask(self, txn_id: str, wait_s: float, timeout_s: float) -> Facts:
         """Ask for facts."""
+        ...
+
+    async def put_cuts(self, model: str, group: str, member: str, cuts: Cuts, timeout_s: float) -> int:
+        """Put a receiver's cuts."""
+        ...
+
+    async def get_cuts(self, model: str, layout_epoch: int | None, timeout_s: float) -> CutHints:
+        """Get all receivers' cuts."""
         ...
 
     async def describe(self, timeout_s: float) -> Description:
@@ -241,6 +250,16 @@ class LocalBackend:
     async def ask(self, txn_id: str, wait_s: float, timeout_s: float) -> Facts:
         """Ask for facts."""
         return await self._broker.ask(txn_id, wait_s)
+
+    async def put_cuts(self, model: str, group: str, member: str, cuts: Cuts, timeout_s: float) -> int:
+        """Put a receiver's cuts."""
+        return await self._broker.put_hint(model, Hint(group, member, self._catalog.put_cuts(cuts)))
+
+    async def get_cuts(self, model: str, layout_epoch: int | None, timeout_s: float) -> CutHints:
+        """Get all receivers' cuts."""
+        found = await self._broker.get_hints(model, layout_epoch)
+        hints = (CutHint(row.group, row.member, self._catalog.get_cuts(row.digest)) for row in found.hints)
+        return CutHints(found.layout_epoch, tuple(hints))
 
     async def describe(self, timeout_s: float) -> Description:
         """Describe everything."""

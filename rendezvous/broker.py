@@ -16,9 +16,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Seque
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from reshard.rendezvous import explain, limits, state, transactions
+from reshard.rendezvous import explain, hints, limits, state, transactions
 from reshard.rendezvous.errors import AbortedError, RendezvousError, RendezvousTimeoutError, StaleError
-from reshard.rendezvous.records import VersionState, Vote, model_key, version_key
+from reshard.rendezvous.records import Hint, HintSet, VersionState, Vote, model_key, version_key
 from reshard.rendezvous.store import Store
 from reshard.rendezvous.sweeping import sweep
 from reshard.rendezvous.transactions import Granted, Join, Pending
@@ -63,8 +63,8 @@ class Catalog(Protocol):
         """Return names of `tables` in none of `name_sets` that no pattern allows; None if not loaded."""
         ...
 
-    async def sweep(self, pinned: Iterable[bytes]) -> None:
-        """Forget tables long unused, but for those in `pinned` and what they need."""
+    async def sweep(self, tables: Iterable[bytes], others: Iterable[bytes]) -> None:
+        """Forget what is long unused, but for `tables` with their dictionaries, and `others`."""
         ...
 
 
@@ -118,7 +118,7 @@ class Broker:
         while True:
             await asyncio.sleep(_SWEEP_EVERY_S)
             try:
-                await self.catalog.sweep(await sweep(self.store))
+                await self.catalog.sweep(*await sweep(self.store))
             except (RendezvousError, OSError):
                 _log.warning("sweeping failed; it is tried again in %g s", _SWEEP_EVERY_S, exc_info=True)
 
@@ -302,6 +302,14 @@ class Broker:
                         yield VersionEvent(uid, key, True)
                 known = ran.value
                 await watch.changed(ran.watched, min(left_s, _patience_s(ran.wake_s, ran.now)))
+
+    async def put_hint(self, model: str, hint: Hint) -> int:
+        """Record where a receiver cuts; returns the layout epoch whose hints include it."""
+        return (await self.store.run(lambda view: hints.put_hint(view, model, hint))).value
+
+    async def get_hints(self, model: str, layout_epoch: int | None) -> HintSet:
+        """Return the hints of a layout epoch, the newest if None."""
+        return (await self.store.run(lambda view: hints.get_hints(view, model, layout_epoch))).value
 
     async def describe(self) -> Description:
         """Describe everything at one moment."""

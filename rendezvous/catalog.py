@@ -11,10 +11,12 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
+from reshard.planner.cuts import Cuts
 from reshard.planner.dictionaries import GeometryDict, TensorDict
 from reshard.planner.shards import ShardPart
 from reshard.rendezvous import limits
 from reshard.rendezvous.converts import (
+    cuts_from_message,
     geometries_from_message,
     names_from_message,
     part_from_message,
@@ -48,6 +50,10 @@ class Lru(Generic[K, V]):
     def drop(self, key: K) -> None:
         """Forget an entry, if it is there."""
         self._entries.pop(key, None)
+
+    def items(self) -> list[tuple[K, V]]:
+        """Return all entries."""
+        return list(self._entries.items())
 
     def keys(self) -> list[K]:
         """Return the keys of all entries."""
@@ -102,6 +108,7 @@ class ObjectCatalog(_Names):
         super().__init__()
         self._parts: dict[bytes, ShardPart] = {}
         self._sets: dict[bytes, frozenset[str]] = {}
+        self._cuts: dict[bytes, Cuts] = {}
 
     def put_part(self, part: ShardPart) -> bytes:
         """Keep a table."""
@@ -119,6 +126,15 @@ class ObjectCatalog(_Names):
         """Keep a set of names."""
         self._sets.setdefault(digest, frozenset(names))
 
+    def put_cuts(self, cuts: Cuts) -> bytes:
+        """Keep a receiver's cuts."""
+        self._cuts.setdefault(cuts.digest, cuts)
+        return cuts.digest
+
+    def get_cuts(self, digest: bytes) -> Cuts:
+        """Return a receiver's cuts."""
+        return self._cuts[digest]
+
     async def n_rows(self, table: bytes) -> int | None:
         """Return the number of rows of a table, None if it is not here."""
         part = self._parts.get(table)
@@ -133,7 +149,7 @@ class ObjectCatalog(_Names):
                 raise StaleError(f"name set {digest.hex()[:16]}... is not here")
             self._of_set.put(digest, self._sets[digest])
 
-    async def sweep(self, pinned: Iterable[bytes]) -> None:
+    async def sweep(self, tables: Iterable[bytes], others: Iterable[bytes]) -> None:
         """Keep everything: tables are shared with their publishers, and the process ends some day."""
 
 
@@ -216,6 +232,17 @@ class BlobCatalog(_Names):
         self._of_set.put(digest, names_from_message(message, digest))
         await self._store.put_blob(digest, _canonical(message))
 
+    async def put_cuts(self, digest: bytes, blob: bytes) -> None:
+        """Check and keep a receiver's cuts; with no bytes, only see that they are here."""
+        if not blob:
+            if await self.missing([digest]):
+                raise StaleError(f"cuts {digest.hex()[:16]}... are not here; send them")
+            return
+        message = tables_pb.CutTable()
+        parse_content("cuts", message, blob)
+        cuts_from_message(message, digest)
+        await self._store.put_blob(digest, _canonical(message))
+
     async def head(self, part_digest: bytes) -> tuple[int, bytes, bytes] | None:
         """Return a part's number of rows and the digests of its two dictionaries; None if it is not here."""
         head = self._heads.get(part_digest)
@@ -250,10 +277,10 @@ class BlobCatalog(_Names):
             if self._of_set.get(digest) is None:
                 self._of_set.put(digest, names_from_message(_names(await self.get(digest)), digest))
 
-    async def sweep(self, pinned: Iterable[bytes]) -> None:
-        """Forget content long unused, but for the tables in `pinned` and their dictionaries."""
-        keep: set[bytes] = set()
-        for table in pinned:
+    async def sweep(self, tables: Iterable[bytes], others: Iterable[bytes]) -> None:
+        """Forget content long unused, but for `tables` with their dictionaries, and `others`."""
+        keep = set(others)
+        for table in tables:
             head = await self.head(table)
             keep.add(table)
             keep.update(head[1:] if head is not None else ())

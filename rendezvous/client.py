@@ -12,11 +12,13 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from typing import TypeVar
 
+from reshard.planner.cuts import Cuts
 from reshard.planner.shards import ShardPart
 from reshard.rendezvous.aio import CALL_S, AsyncRendezvous, AsyncWorker
 from reshard.rendezvous.broker import VersionEvent
 from reshard.rendezvous.errors import RendezvousError
 from reshard.rendezvous.types import (
+    CutHints,
     Description,
     Facts,
     Lease,
@@ -254,6 +256,14 @@ class Rendezvous:
     def ask_decision(self, transaction: str, *, wait_s: float = 0.0, timeout_s: float = CALL_S) -> Facts:
         """Ask for a transaction's facts."""
         return self._thread.call(self._client.ask_decision(transaction, wait_s=wait_s, timeout_s=timeout_s))
+
+    def put_cuts(self, model: str, cuts: Cuts, *, group: str, member: str, timeout_s: float = CALL_S) -> int:
+        """Say where a receiver cuts the source tensors; returns the first layout epoch whose hints include it."""
+        return self._thread.call(self._client.put_cuts(model, cuts, group=group, member=member, timeout_s=timeout_s))
+
+    def get_cuts(self, model: str, *, layout_epoch: int | None = None, timeout_s: float = CALL_S) -> CutHints:
+        """Get the hints of all receivers of a model, of one layout epoch (None: the newest)."""
+        return self._thread.call(self._client.get_cuts(model, layout_epoch=layout_epoch, timeout_s=timeout_s))
 
     def describe(self, *, timeout_s: float = CALL_S) -> Description:
         """Describe everything that the service knows."""

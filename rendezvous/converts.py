@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
+from reshard.planner.cuts import Cuts
 from reshard.planner.dictionaries import GeometryDict, TensorDict
 from reshard.planner.errors import ReshardError
 from reshard.planner.shards import Holder, ShardPart
@@ -31,6 +32,8 @@ from reshard.rendezvous.errors import InvalidRequestError
 from reshard.rendezvous.optional import tables_pb
 
 __all__ = [
+    "cuts_from_message",
+    "cuts_to_message",
     "geometries_from_message",
     "geometries_to_message",
     "names_digest",
@@ -201,6 +204,35 @@ def names_from_message(message: tables_pb.NameSet, digest: bytes) -> frozenset[s
     names = unpack_names("names", message.frame, n, n_bytes)
     _check_digest("names", names_digest(names), digest)
     return frozenset(names)
+
+
+def cuts_to_message(cuts: Cuts) -> tables_pb.CutTable:
+    """Encode where a receiver cuts the source tensors."""
+    columns, frame = pack_columns([np.diff(cuts.offsets), cuts.coordinates])
+    return tables_pb.CutTable(
+        tensors=tensors_to_message(cuts.tensors),
+        tensors_digest=cuts.tensors.digest,
+        n_axes=len(cuts.offsets) - 1,
+        n_coordinates=len(cuts.coordinates),
+        columns=columns,
+        frame=frame,
+    )
+
+
+def cuts_from_message(message: tables_pb.CutTable, digest: bytes) -> Cuts:
+    """Decode where a receiver cuts the source tensors and check its digest; errors as for dictionaries."""
+    limits.check_digest("cuts.tensors_digest", message.tensors_digest)
+    tensors = tensors_from_message(message.tensors, message.tensors_digest)
+    most = limits.MAX_ROWS * limits.MAX_RANK
+    n_axes = limits.check_int("cuts.n_axes", message.n_axes, at_least=0, at_most=most)
+    n = limits.check_int("cuts.n_coordinates", message.n_coordinates, at_least=0, at_most=most)
+    counts, coordinates = unpack_columns("cuts", message.columns, [n_axes, n], message.frame)
+    offsets = np.zeros(n_axes + 1, np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    with _planner_says("cuts"):
+        cuts = Cuts(tensors, offsets, coordinates)
+        _check_digest("cuts", cuts.digest, digest)
+    return cuts
 
 
 class _Dims:

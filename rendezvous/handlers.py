@@ -17,6 +17,7 @@ from reshard.rendezvous.broker import Broker, new_id
 from reshard.rendezvous.catalog import BlobCatalog, Lru
 from reshard.rendezvous.errors import InvalidRequestError, StaleError
 from reshard.rendezvous.optional import pb
+from reshard.rendezvous.records import Hint
 from reshard.rendezvous.transactions import Granted, Join
 from reshard.rendezvous.types import Progress, SlotRecord, VersionKey
 
@@ -272,6 +273,33 @@ class Handlers:
         txn_id = messages.id_from_bytes("transaction", request.transaction)
         wait_s = messages.ms_to_s("timeout_ms", request.timeout_ms) if request.timeout_ms else 0.0
         return pb.AskDecisionResponse(facts=messages.facts_to_message(await self._broker.ask(txn_id, wait_s)))
+
+    async def put_cuts(self, request: pb.PutCutsRequest) -> pb.PutCutsResponse:
+        """Keep where a receiver cuts."""
+        model = limits.check_name("model", request.model)
+        hint = Hint(
+            limits.check_name("group", request.group),
+            limits.check_name("member", request.member),
+            limits.check_digest("digest", request.digest),
+        )
+        await self._catalog.put_cuts(hint.digest, request.cuts)
+        return pb.PutCutsResponse(layout_epoch=await self._broker.put_hint(model, hint))
+
+    async def get_cuts(self, request: pb.GetCutsRequest, send: Send[pb.GetCutsResponse]) -> None:
+        """Send where all receivers of a model cut; what is equal or known is sent once or not at all."""
+        limits.check_int("have", len(request.have), at_least=0, at_most=_MAX_DIGESTS)
+        sent = {limits.check_digest(f"have[{i}]", digest) for i, digest in enumerate(request.have)}
+        wanted = request.layout_epoch if request.HasField("layout_epoch") else None
+        found = await self._broker.get_hints(limits.check_name("model", request.model), wanted)
+        await send(pb.GetCutsResponse(layout_epoch=found.layout_epoch))
+        for hint in found.hints:
+            response = pb.GetCutsResponse(
+                layout_epoch=found.layout_epoch, group=hint.group, member=hint.member, digest=hint.digest
+            )
+            if hint.digest not in sent:
+                sent.add(hint.digest)
+                response.cuts = await self._catalog.get(hint.digest)
+            await send(response)
 
     async def describe(self, request: pb.DescribeRequest, send: Send[pb.DescribeResponse]) -> None:
         """Send everything."""

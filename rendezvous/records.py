@@ -20,6 +20,9 @@ __all__ = [
     "Ballot",
     "Beat",
     "Group",
+    "Hint",
+    "HintSet",
+    "Hints",
     "Key",
     "Layout",
     "LeaseBook",
@@ -39,6 +42,7 @@ __all__ = [
     "ballot_key",
     "beat_key",
     "group_key",
+    "hints_key",
     "leases_key",
     "model_key",
     "progress_key",
@@ -239,8 +243,33 @@ class Ballot:
     installed: Mapping[str, bool] = field(default_factory=dict)
 
 
-Record = Worker | Beat | Model | Progress | Version | Slot | LeaseBook | Group | Transaction | Ballot
-R = TypeVar("R", Worker, Beat, Model, Progress, Version, Slot, LeaseBook, Group, Transaction, Ballot)
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """Where one receiver cuts the source tensors, by digest."""
+
+    group: str
+    member: str
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class HintSet:
+    """The hints of one layout epoch."""
+
+    layout_epoch: int
+    hints: tuple[Hint, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """A model's cut hints: the newest set first, then some older ones, so that all publishers can use the same."""
+
+    model: str
+    sets: tuple[HintSet, ...] = ()
+
+
+Record = Worker | Beat | Model | Progress | Version | Slot | LeaseBook | Group | Transaction | Ballot | Hints
+R = TypeVar("R", Worker, Beat, Model, Progress, Version, Slot, LeaseBook, Group, Transaction, Ballot, Hints)
 
 KINDS: Mapping[str, type[Record]] = {
     "worker": Worker,
@@ -253,6 +282,7 @@ KINDS: Mapping[str, type[Record]] = {
     "group": Group,
     "txn": Transaction,
     "ballot": Ballot,
+    "hints": Hints,
 }
 
 
@@ -316,3 +346,8 @@ def transaction_key(txn_id: str) -> Key[Transaction]:
 def ballot_key(txn_id: str) -> Key[Ballot]:
     """Key of a transaction's ballot."""
     return Key("ballot", txn_id, Ballot)
+
+
+def hints_key(model: str) -> Key[Hints]:
+    """Key of a model's cut hints."""
+    return Key("hints", model, Hints)

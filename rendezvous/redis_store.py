@@ -47,7 +47,7 @@ _PREFIX = b"{reshard}:"  # one hash slot, so that a cluster can serve the script
 _CALL_S = 5.0
 _BLOB_IDLE_S = 86400
 _MAX_TRIES = 1000
-_INDEXED = ("worker", "model", "group", "txn")
+_INDEXED = ("worker", "model", "group", "txn", "hints")
 
 _LOAD = """
 local now = redis.call('TIME')

@@ -14,24 +14,36 @@ import random
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
+from reshard.planner.cuts import Cuts
 from reshard.planner.shards import ShardPart
 from reshard.rendezvous import codec, limits, messages
 from reshard.rendezvous.backend import Answer
 from reshard.rendezvous.broker import VersionEvent
-from reshard.rendezvous.catalog import Lru
-from reshard.rendezvous.converts import names_digest, names_to_message
+from reshard.rendezvous.catalog import Lru, parse_content
+from reshard.rendezvous.converts import cuts_from_message, cuts_to_message, names_digest, names_to_message
 from reshard.rendezvous.errors import (
     InvalidRequestError,
     RendezvousError,
     RendezvousTimeoutError,
     RendezvousUnavailableError,
+    StaleError,
 )
 from reshard.rendezvous.link import FIRST_PAUSE_S, MAX_PAUSE_S, Link
-from reshard.rendezvous.optional import pb
+from reshard.rendezvous.optional import pb, tables_pb
 from reshard.rendezvous.records import Vote
 from reshard.rendezvous.tablecache import Content, TableCache
 from reshard.rendezvous.transactions import Join
-from reshard.rendezvous.types import Description, Facts, Progress, SlotRecord, TLSFiles, VersionKey, WorkerInfo
+from reshard.rendezvous.types import (
+    CutHint,
+    CutHints,
+    Description,
+    Facts,
+    Progress,
+    SlotRecord,
+    TLSFiles,
+    VersionKey,
+    WorkerInfo,
+)
 
 __all__ = ["RemoteBackend"]
 
@@ -413,6 +425,40 @@ class RemoteBackend:
 
         response = await self._link.unary("AskDecision", request, pb.AskDecisionResponse, timeout_s + wait_s)
         return messages.facts_from_message(response.facts)
+
+    async def put_cuts(self, model: str, group: str, member: str, cuts: Cuts, timeout_s: float) -> int:
+        """Put a receiver's cuts: their digest first, and the cuts if the service lacks them."""
+        deadline = time.monotonic() + timeout_s
+        request = pb.PutCutsRequest(model=model, group=group, member=member, digest=cuts.digest)
+        try:
+            response = await self._link.unary("PutCuts", request, pb.PutCutsResponse, timeout_s)
+        except StaleError:
+            request.cuts = cuts_to_message(cuts).SerializeToString(deterministic=True)
+            left_s = max(deadline - time.monotonic(), 0.001)
+            response = await self._link.unary("PutCuts", request, pb.PutCutsResponse, left_s)
+        self.cache.cuts.put(cuts.digest, cuts)
+        return response.layout_epoch
+
+    async def get_cuts(self, model: str, layout_epoch: int | None, timeout_s: float) -> CutHints:
+        """Get all receivers' cuts; those in the cache are not sent."""
+        known = dict(self.cache.cuts.items())
+        request = pb.GetCutsRequest(model=model, layout_epoch=layout_epoch, have=list(known))
+
+        async def collect(left_s: float) -> list[pb.GetCutsResponse]:
+            stream = self._link.stream("GetCuts", request, pb.GetCutsResponse, left_s)
+            return [response async for response in stream]
+
+        head, *rows = await self._link.retry("GetCuts", collect, timeout_s)
+        hints = []
+        for row in rows:
+            cuts = known.get(row.digest)
+            if cuts is None:
+                message = tables_pb.CutTable()
+                parse_content("cuts", message, row.cuts)
+                cuts = known[row.digest] = cuts_from_message(message, row.digest)
+                self.cache.cuts.put(row.digest, cuts)
+            hints.append(CutHint(row.group, row.member, cuts))
+        return CutHints(head.layout_epoch, tuple(hints))
 
     async def describe(self, timeout_s: float) -> Description:
         """Describe everything."""

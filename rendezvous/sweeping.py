@@ -7,8 +7,9 @@ lost for an hour, versions that can never be offered again, and encoded tables t
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-from reshard.rendezvous.records import VersionState, beat_key, leases_key, model_key, version_key, worker_key
+from reshard.rendezvous.records import VersionState, beat_key, hints_key, leases_key, model_key, version_key, worker_key
 from reshard.rendezvous.state import live_leases, lost_slots, retire, slot_records
 from reshard.rendezvous.store import Store
 from reshard.rendezvous.view import View
@@ -54,12 +55,20 @@ def sweep_model(view: View, model_name: str) -> set[bytes]:
     return tables
 
 
-async def sweep(store: Store) -> set[bytes]:
-    """Sweep all records once; return the digests of the tables that must stay."""
+def pinned_hints(view: View, model_name: str) -> set[bytes]:
+    """Return the digests of all cuts that a model's hints name."""
+    hints = view.get(hints_key(model_name), watch=False)
+    return {hint.digest for kept in (hints.sets if hints is not None else ()) for hint in kept.hints}
+
+
+async def sweep(store: Store) -> tuple[set[bytes], set[bytes]]:
+    """Sweep all records once; return the digests of the tables, and of other content, that must stay."""
     for worker_id in await store.names("worker"):
-        await store.run(lambda view, worker_id=worker_id: sweep_worker(view, worker_id))  # type: ignore[misc]
-    pinned: set[bytes] = set()
+        await store.run(partial(sweep_worker, worker_id=worker_id))
+    tables: set[bytes] = set()
+    cuts: set[bytes] = set()
     for model in await store.names("model"):
-        ran = await store.run(lambda view, model=model: sweep_model(view, model))  # type: ignore[misc]
-        pinned |= ran.value
-    return pinned
+        tables |= (await store.run(partial(sweep_model, model_name=model))).value
+    for model in await store.names("hints"):
+        cuts |= (await store.run(partial(pinned_hints, model_name=model))).value
+    return tables, cuts

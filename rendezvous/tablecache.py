@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
+from reshard.planner.cuts import Cuts
 from reshard.planner.dictionaries import GeometryDict, TensorDict
 from reshard.planner.shards import ShardPart
 from reshard.rendezvous.catalog import Lru, parse_content
@@ -43,6 +44,7 @@ class TableCache:
         self.topologies: Lru[bytes, Topology] = Lru(64)
         self.bases: Lru[bytes, bytes] = Lru(256)
         self.slots: Lru[tuple[bytes, bytes, bytes], tuple[SlotRecord, ...]] = Lru(16)
+        self.cuts: Lru[bytes, Cuts] = Lru(_KEPT_DICTS)
         self._parts: Lru[bytes, ShardPart] = Lru(_KEPT_PARTS)
         self._tensors: Lru[bytes, TensorDict] = Lru(_KEPT_DICTS)
         self._geometries: Lru[bytes, GeometryDict] = Lru(_KEPT_DICTS)

@@ -14,10 +14,13 @@ from typing import Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from reshard.planner.cuts import Cuts
 from reshard.rendezvous import limits
 from reshard.rendezvous.errors import InvalidRequestError
 
 __all__ = [
+    "CutHint",
+    "CutHints",
     "Decision",
     "Description",
     "Facts",
@@ -269,6 +272,23 @@ class Manifest:
             if record.slot == name:
                 return record
         raise KeyError(f"version {self.version} has no slot {name!r}; it has {[r.slot for r in self.slots]}")
+
+
+@dataclass(frozen=True, slots=True)
+class CutHint:
+    """Where one receiver cuts the source tensors."""
+
+    group: str
+    member: str
+    cuts: Cuts
+
+
+@dataclass(frozen=True, slots=True)
+class CutHints:
+    """The hints of all receivers of a model, of one layout epoch; layout epoch 0 has none."""
+
+    layout_epoch: int
+    hints: tuple[CutHint, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -563,6 +563,50 @@ class AskDecisionResponse(_message.Message):
     facts: Facts
     def __init__(self, facts: _Optional[_Union[Facts, _Mapping]] = ...) -> None: ...
 
+class PutCutsRequest(_message.Message):
+    __slots__ = ("model", "group", "member", "digest", "cuts")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CUTS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    group: str
+    member: str
+    digest: bytes
+    cuts: bytes
+    def __init__(self, model: _Optional[str] = ..., group: _Optional[str] = ..., member: _Optional[str] = ..., digest: _Optional[bytes] = ..., cuts: _Optional[bytes] = ...) -> None: ...
+
+class PutCutsResponse(_message.Message):
+    __slots__ = ("layout_epoch",)
+    LAYOUT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    layout_epoch: int
+    def __init__(self, layout_epoch: _Optional[int] = ...) -> None: ...
+
+class GetCutsRequest(_message.Message):
+    __slots__ = ("model", "layout_epoch", "have")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HAVE_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    layout_epoch: int
+    have: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, model: _Optional[str] = ..., layout_epoch: _Optional[int] = ..., have: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class GetCutsResponse(_message.Message):
+    __slots__ = ("layout_epoch", "group", "member", "digest", "cuts")
+    LAYOUT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CUTS_FIELD_NUMBER: _ClassVar[int]
+    layout_epoch: int
+    group: str
+    member: str
+    digest: bytes
+    cuts: bytes
+    def __init__(self, layout_epoch: _Optional[int] = ..., group: _Optional[str] = ..., member: _Optional[str] = ..., digest: _Optional[bytes] = ..., cuts: _Optional[bytes] = ...) -> None: ...
+
 class DescribeRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

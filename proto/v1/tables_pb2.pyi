@@ -108,3 +108,19 @@ class NameSet(_message.Message):
     names_bytes: int
     frame: bytes
     def __init__(self, n_names: _Optional[int] = ..., names_bytes: _Optional[int] = ..., frame: _Optional[bytes] = ...) -> None: ...
+
+class CutTable(_message.Message):
+    __slots__ = ("tensors", "tensors_digest", "n_axes", "n_coordinates", "columns", "frame")
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    N_AXES_FIELD_NUMBER: _ClassVar[int]
+    N_COORDINATES_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    tensors: TensorDict
+    tensors_digest: bytes
+    n_axes: int
+    n_coordinates: int
+    columns: _containers.RepeatedCompositeFieldContainer[Column]
+    frame: bytes
+    def __init__(self, tensors: _Optional[_Union[TensorDict, _Mapping]] = ..., tensors_digest: _Optional[bytes] = ..., n_axes: _Optional[int] = ..., n_coordinates: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[Column, _Mapping]]] = ..., frame: _Optional[bytes] = ...) -> None: ...

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from tests.rendezvous.support import MODEL, empty_part, make_part, make_record, publish, receiver, trainer, wait
 
+from reshard.planner import Buffer, ReadRequest, ReadTable
+from reshard.planner.cuts import Cuts, cuts
 from reshard.rendezvous.client import Rendezvous, Worker
 from reshard.rendezvous.errors import (
     AbortedError,
@@ -21,7 +23,7 @@ from reshard.rendezvous.errors import (
     VersionError,
     WorkerLostError,
 )
-from reshard.rendezvous.types import Decision, Facts, Manifest, VersionKey, WorkerInfo
+from reshard.rendezvous.types import CutHints, Decision, Facts, Manifest, VersionKey, WorkerInfo
 
 
 def refit(rdv: Rendezvous, receivers: dict[str, Worker], names: list[str], **extra: object) -> dict[str, Facts]:
@@ -497,6 +499,31 @@ def test_description(rdv: Rendezvous) -> None:
     assert [(lease.holder, lease.version_uid) for lease in described.leases] == [("r0", manifest.uid)]
     assert described.groups[0].lag_steps == 2
     assert {t.decision for t in described.transactions} == {Decision.COMMIT, Decision.PENDING}
+
+
+def rank_cuts(first: int) -> Cuts:
+    request = ReadRequest("down", (4, 6), "bfloat16", (0, first), (1, 1), (4, 3), 0, 0, (3, 1))
+    return cuts([[ReadTable.build([Buffer("p", (4, 3), "bfloat16")], [request])]])
+
+
+def test_cut_hints(rdv: Rendezvous) -> None:
+    assert rdv.get_cuts(MODEL) == CutHints(0, ())
+    left, right = rank_cuts(0), rank_cuts(2)
+    assert rdv.put_cuts(MODEL, left, group="g", member="r0") == 1
+    assert rdv.put_cuts(MODEL, right, group="g", member="r1") == 2
+    assert rdv.put_cuts(MODEL, left, group="g", member="r0") == 2, "nothing new, no new layout epoch"
+    found = rdv.get_cuts(MODEL)
+    assert found.layout_epoch == 2
+    assert [(hint.group, hint.member, hint.cuts.of("down")) for hint in found.hints] == [
+        ("g", "r0", ((0, 4), (0, 3, 6))),
+        ("g", "r1", ((0, 4), (0, 2, 5, 6))),
+    ]
+    assert rdv.put_cuts(MODEL, left, group="g", member="r1") == 3
+    assert [hint.cuts.digest for hint in rdv.get_cuts(MODEL).hints] == [left.digest] * 2
+    older = rdv.get_cuts(MODEL, layout_epoch=2)
+    assert [hint.cuts.digest for hint in older.hints] == [left.digest, right.digest]
+    with pytest.raises(StaleError, match="no hints of layout epoch 9; the newest is 3"):
+        rdv.get_cuts(MODEL, layout_epoch=9)
 
 
 def stop_heartbeat(worker: Worker) -> None:
