@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Bytes = NDArray[np.uint8]
 
-__all__ = ["Captured", "Engine", "EngineParameter", "Unsupported"]
+__all__ = ["Captured", "Engine", "EngineParameter", "StreamEngine", "Unsupported"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,4 +103,21 @@ class Engine(Protocol):
 
     def install(self, buffers: Mapping[str, Bytes]) -> None:
         """Make ``buffers`` the live weights. Called after the group decided COMMIT; may keep them (swap) or copy."""
+        ...
+
+
+@runtime_checkable
+class StreamEngine(Engine, Protocol):
+    """An engine whose live weights can be written in place, part by part, while it is paused."""
+
+    def pause(self) -> None:
+        """Stop serving; called before the vote. Idempotent."""
+        ...
+
+    def resume(self) -> None:
+        """Serve again; called after SERVE, and after a refit that touched nothing. Idempotent."""
+        ...
+
+    def write_live(self, buffers: Mapping[str, Bytes]) -> None:
+        """Copy whole parameters into the live weights."""
         ...

@@ -35,20 +35,27 @@ class Links:
 
     Parameters
     ----------
-    on_release
-        Told the holder's name before its peer is closed, so that prepared lists are freed first.
+    retry
+        How often a dial is tried.
     """
 
-    def __init__(
-        self, transport: Transport, on_release: Callable[[str], None], retry: RetryPolicy | None = None
-    ) -> None:
+    def __init__(self, transport: Transport, retry: RetryPolicy | None = None) -> None:
         self._transport = transport
         self._retry = retry if retry is not None else RetryPolicy()
-        self._on_release = on_release
+        self._listeners: list[Callable[[], None]] = []
         self._links: dict[str, _Link] = {}
 
     def __len__(self) -> int:
         return len(self._links)
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` before a peer is closed, so that no prepared list outlives it."""
+        self._listeners.append(listener)
+
+    def unsubscribe(self, listener: Callable[[], None]) -> None:
+        """No longer call ``listener``."""
+        if listener in self._listeners:
+            self._listeners.remove(listener)
 
     def names(self) -> tuple[str, ...]:
         """Holders connected now."""
@@ -102,7 +109,8 @@ class Links:
         for name in tuple(names):
             link = self._links.pop(name, None)
             if link is not None:
-                self._on_release(name)
+                for listener in tuple(self._listeners):
+                    listener()
                 link.peer.close()
 
     def close(self) -> None:

@@ -88,8 +88,9 @@ class Reader:
     ) -> None:
         self._transport = transport
         self._swaps = swaps
-        self._on_allocate = on_allocate
-        self.links = links if links is not None else Links(transport, self._forget, retry)
+        self.on_allocate = on_allocate
+        self.links = links if links is not None else Links(transport, retry)
+        self.links.subscribe(self.forget_lists)
         self._borrowed: Mapping[str, U8] | None = None
         self._plan: Plan | None = None
         self._holders: tuple[str, ...] = ()
@@ -125,7 +126,7 @@ class Reader:
             Registered buffers of another reader to read into; none are allocated.
         """
         before = self._sizes(shadow=True) if self._plan is not None else None
-        self._drop_bindings()
+        self.forget_lists()
         self._drop("staging", "meta", "loader")
         self._plan = plan
         self._borrowed = borrowed
@@ -156,9 +157,9 @@ class Reader:
         """The arena that the next read fills."""
         return self._shadows[self._current]
 
-    def turn(self) -> None:
-        """The engine now serves from the current arena: fill the other one next."""
-        if self._swaps:
+    def turn(self, *, again: bool = True) -> None:
+        """The engine now serves from the current arena: fill the other one next (if there is to be a next refit)."""
+        if self._swaps and again:
             self._current = 1 - self._current
             if self._current >= len(self._shadows):
                 self._shadows.append(self._arena("shadow", self._sizes(shadow=True)))
@@ -302,7 +303,7 @@ class Reader:
         regions = self._transport.quarantined()
         if not regions:
             return False
-        self._drop_bindings()
+        self.forget_lists()
         hit = [
             arena
             for arena in (*self._shadows, self._staging, self._meta, self._loader)
@@ -321,14 +322,15 @@ class Reader:
 
     def release(self) -> None:
         """Free lists and memory; peers stay (they belong to the reader that this one shares them with)."""
-        self._drop_bindings()
+        self.forget_lists()
         self._drop("staging", "meta", "loader", "shadow")
         self._borrowed = None
         self._plan = None
+        self.links.unsubscribe(self.forget_lists)
 
     def close(self) -> None:
         """Free lists, peers, registrations and memory, in this order. The engine keeps what it serves from."""
-        self._drop_bindings()
+        self.forget_lists()
         self.links.close()
         self._drop("staging", "meta", "loader", "shadow")
         self._plan = None
@@ -354,7 +356,7 @@ class Reader:
         return [found[name] for name in self._required_plan().buffers.names_list]
 
     def _arena(self, what: str, sizes: Mapping[str, int]) -> Arena:
-        hook = self._on_allocate
+        hook = self.on_allocate
         made = Arena(self._transport, sizes, on_allocate=(lambda n: hook(what, n)) if hook is not None else None)
         self.new_registrations += 1
         return made
@@ -374,14 +376,10 @@ class Reader:
             self._meta.close()
             self._meta = None
 
-    def _drop_bindings(self) -> None:
+    def forget_lists(self) -> None:
+        """Free all prepared lists; they are made again when they are needed."""
         while self._bindings:
             self._bindings.popitem()[1].close()
-
-    def _forget(self, holder: str) -> None:
-        """A peer is about to be released: no prepared list may outlive it."""
-        del holder
-        self._drop_bindings()
 
     @staticmethod
     def _check_regions(record: SlotRecord, plan: Plan, holder: str) -> None:

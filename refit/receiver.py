@@ -16,23 +16,26 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
+import numpy as np
+import numpy.typing as npt
+
 from reshard.planner import PlanOptions
-from reshard.refit import settings
-from reshard.refit.arena import Arena
+from reshard.refit import metrics, settings
 from reshard.refit.attempt import Attempt
 from reshard.refit.clock import StageClock
 from reshard.refit.deadline import Deadline, check_timeout
-from reshard.refit.engine import Engine
+from reshard.refit.engine import Engine, StreamEngine
 from reshard.refit.errors import InDoubtError, QuarantinedError, RefitError
 from reshard.refit.planning import Gate, Planned, manifest_of, plan_refit, topology_digest, with_holders
 from reshard.refit.reader import Reader
-from reshard.refit.records import DiscoveryRecord, emit
+from reshard.refit.records import DiscoveryRecord, StagesRecord, emit
 from reshard.refit.report import RefitReport
 from reshard.refit.retry import RetryPolicy
+from reshard.refit.streaming import Streamer, StreamPart
 from reshard.refit.verify import Checks, Mode, build_checks
 from reshard.rendezvous.types import VersionKey, WorkerInfo
 
@@ -43,7 +46,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Receiver", "ServingState"]
+U8 = npt.NDArray[np.uint8]
+
+__all__ = ["Receiver", "ServingState", "preferred_mode"]
 
 ServingState = Literal["empty", "serving", "changing", "in_doubt", "quarantined"]
 
@@ -65,6 +70,12 @@ class Receiver:
         The coverage gate; None reads the environment.
     allow_unconsumed
         Patterns of published names that no rank of the group needs to take.
+    install
+        ``shadow`` or ``stream``; the engine's own ``install_mode``, or ``shadow``, if None.
+    stream_bytes
+        Most bytes of the arena of ``stream`` mode.
+    lease
+        ``none`` gives the lease back at once, for sources that never change.
     verify
         ``full`` digests every cell read whole, ``sample`` one in 16, ``off`` none.
     require_verified
@@ -95,6 +106,9 @@ class Receiver:
         require_full_coverage: bool | None = None,
         coverage_floor: float | None = None,
         allow_unconsumed: Sequence[str] = (),
+        install: Literal["shadow", "stream"] | None = None,
+        stream_bytes: int = 256 << 20,
+        lease: Literal["keep", "none"] = "keep",
         verify: Mode = "full",
         require_verified: bool = False,
         lease_ttl_s: float = 30.0,
@@ -120,6 +134,15 @@ class Receiver:
         self.allow_unconsumed = tuple(allow_unconsumed)
         if verify not in ("off", "sample", "full"):
             raise ValueError(f"verify={verify!r}: expected 'off', 'sample' or 'full'")
+        mode: Literal["shadow", "stream"] = install if install is not None else preferred_mode(engine)
+        if mode not in ("shadow", "stream") or lease not in ("keep", "none"):
+            raise ValueError(f"install={mode!r}, lease={lease!r}: expected 'shadow' or 'stream', and 'keep' or 'none'")
+        self.install_mode: Literal["shadow", "stream"] = mode
+        if mode == "stream" and not isinstance(engine, StreamEngine):
+            raise RefitError(f"{type(engine).__name__} cannot be written in place: it is no StreamEngine")
+        self._stream_bytes = stream_bytes
+        self._streamer: Streamer | None = None
+        self.lease = lease
         self.verify: Mode = verify
         self.require_verified = require_verified
         self.checks: Checks | None = None
@@ -128,9 +151,9 @@ class Receiver:
         self._host = host or socket.gethostname()
         self._sentinel = debug_sentinel
         self._on_stage, self._on_state = on_stage, on_state
+        self.one_shot = False
         self.retry = retry if retry is not None else RetryPolicy()
         self.stall_s = check_timeout(stall_s, "stall_s") if stall_s is not None else None
-        self.on_allocate = on_allocate
         self.reader = Reader(
             transport, swaps=bool(getattr(engine, "swaps", False)), on_allocate=on_allocate, retry=self.retry
         )
@@ -190,11 +213,31 @@ class Receiver:
             )
             try:
                 return attempt.run(version, after)
-            except InDoubtError:
-                self._doubt = attempt
-                raise
+            finally:
+                if attempt.in_doubt:
+                    self._doubt = attempt
         finally:
             self._busy.release()
+
+    def load(
+        self,
+        version: Literal["latest"] | int | VersionKey = "latest",
+        *,
+        only: Sequence[str] = (),
+        timeout_s: float,
+    ) -> RefitReport:
+        """Load once: as `refit`, but peers are released as part of the load, after verification and before the lease.
+
+        On failure too: nothing of it is left when this returns or raises, but the engine's weights.
+        """
+        self.one_shot = True
+        try:
+            return self.refit(version, only=only, timeout_s=timeout_s)
+        finally:
+            self.one_shot = False
+            self.planned = None
+            self._drop_streamer()
+            self.reader.close()
 
     async def arefit(
         self,
@@ -241,6 +284,7 @@ class Receiver:
     def close(self) -> None:
         """Release peers, registrations and memory and the rendezvous; idempotent. The engine keeps its weights."""
         self._closed = True
+        self._drop_streamer()
         self.reader.close()
         worker, self._worker = self._worker, None
         if worker is not None:
@@ -335,55 +379,128 @@ class Receiver:
     def adopt(self, planned: Planned) -> None:
         """Put a new plan in force."""
         self.planned = None
-        self.checks = build_checks(planned.plan) if self.verify != "off" else None
-        n_cells = self.checks.n_cells if self.checks is not None else {}
-        self.reader.adopt(planned.plan, n_cells, planned.materialised_buffers)
+        self._drop_streamer()
+        if self.install_mode == "shadow":
+            self.checks = build_checks(planned.plan) if self.verify != "off" else None
+            n_cells = self.checks.n_cells if self.checks is not None else {}
+            self.reader.adopt(planned.plan, n_cells, planned.materialised_buffers)
         self.planned = planned
+
+    def allocate(self) -> None:
+        """Allocate and register what the plan in force needs and is not there yet."""
+        if self.install_mode == "shadow":
+            self.reader.allocate()
+        elif self._streamer is None and self.planned is not None:
+            self._streamer = Streamer(
+                self.transport,
+                self.reader.links,
+                self.planned,
+                budget_bytes=self._stream_bytes,
+                verify=self.verify,
+                reader=self.reader,
+            )
 
     def drop(self, names: frozenset[str]) -> None:
         """Release peers that failed, and give up memory that a late write of theirs may still change."""
         self.reader.links.release(names)
-        if self.reader.poisoned():
-            self.planned = None
+        if self.transport.quarantined():
+            self._drop_streamer()
+            if self.reader.poisoned():
+                self.planned = None
 
-    def seed(self, planned: Planned, shadow: Arena) -> None:
-        """Fill shadow buffers that the plan writes only in part with the live bytes."""
+    def seed(self, planned: Planned, buffers: Mapping[str, U8]) -> None:
+        """Fill buffers that the plan writes only in part with the live bytes."""
+        self.require_trusted(planned)
+        for name in planned.seeded:
+            self.engine.read_live(name, buffers[name])
+
+    def require_trusted(self, planned: Planned) -> None:
+        """Refuse a partial refit of a quarantined rank."""
         if planned.seeded and self.state == "quarantined":
             raise QuarantinedError(
                 f"member {self.member!r} is quarantined and this refit writes {planned.seeded[0]!r} only in part "
-                f"({len(planned.seeded)} such parameters): it would need old weights that cannot be trusted; "
-                "refit in full"
+                f"({len(planned.seeded)} such parameters): it needs old weights that cannot be trusted; refit in full"
             )
-        for name in planned.seeded:
-            self.engine.read_live(name, shadow.buffers[name])
 
-    def run_loader(self, planned: Planned, shadow: Arena) -> None:
+    def run_loader(self, planned: Planned, buffers: Mapping[str, U8]) -> None:
         """Run the engine's loader on materialised sources, into shadow buffers."""
         sources = self.reader.materialised(planned.materialised_buffers)
-        wanted = {n: shadow.buffers[n] for n in planned.captured.loader_buffers if n in shadow.buffers}
+        wanted = {n: buffers[n] for n in planned.captured.loader_buffers if n in buffers}
         self.engine.load_materialised(sources, wanted)
 
     def install(self, planned: Planned) -> None:
         """Make the shadow buffers live; a destination that was reallocated meanwhile is refused."""
+        self._require_same_memory()
+        self.engine.install(self.reader.shadow().buffers)
+        self.reader.turn(again=not self.one_shot)
+        self._signature = self.engine.signature()
+
+    def stream_parts(self, planned: Planned) -> Sequence[StreamPart]:
+        """The parts to be streamed into the paused engine."""
+        self._require_same_memory()
+        if self._streamer is None:
+            raise RefitError("nothing was allocated for streaming")
+        return self._streamer.parts()
+
+    def stream_engine(self) -> StreamEngine:
+        """The engine, as one that can be written in place."""
+        if not isinstance(self.engine, StreamEngine):
+            raise RefitError(f"{type(self.engine).__name__} cannot be written in place: it is no StreamEngine")
+        return self.engine
+
+    def stream_budget(self, planned: Planned) -> int:
+        """Bytes of the arena that ``stream`` mode takes, or would take."""
+        if self._streamer is not None:
+            return self._streamer.arena_bytes
+        return min(self._stream_bytes, int(planned.plan.buffer_bytes.sum()))
+
+    def check_installed(self) -> None:
+        """Whether the engine still has the memory that was written."""
+        if self.engine.signature() != self._signature:
+            raise RefitError("a parameter was reallocated while the refit was installed")
+
+    def pause_engine(self) -> None:
+        """Stop serving, for ``stream`` mode."""
+        if isinstance(self.engine, StreamEngine):
+            self.engine.pause()
+
+    def resume_engine(self) -> None:
+        """Serve again, after a refit in ``stream`` mode that ended well or touched nothing."""
+        if self.install_mode == "stream" and isinstance(self.engine, StreamEngine):
+            self.engine.resume()
+
+    def observe(self, record: StagesRecord) -> None:
+        """Count a refit in the metrics, where they are installed."""
+        metrics.observe_refit(record)
+
+    def _require_same_memory(self) -> None:
         if self.engine.signature() != self._signature:
             raise RefitError("a parameter was reallocated after this refit was planned")
-        self.engine.install(self.reader.shadow().buffers)
-        self.reader.turn()
-        self._signature = self.engine.signature()
+
+    def _drop_streamer(self) -> None:
+        streamer, self._streamer = self._streamer, None
+        if streamer is not None:
+            streamer.close()
 
     def restore_state(self) -> None:
         """Serve again what was served before an aborted refit."""
         if self.state == "in_doubt":
             self.set_state("serving" if self._served is not None else "empty", self._served)
 
-    @staticmethod
-    def pause(seconds: float) -> None:
-        """Wait between two questions for a lost decision."""
-        threading.Event().wait(seconds)
-
     def _settle(self, deadline: Deadline) -> None:
         attempt = self._doubt
         if attempt is None:
             return
         attempt.settle(deadline)
-        self._doubt = None
+        if not attempt.in_doubt:
+            self._doubt = None
+
+
+def preferred_mode(engine: Engine) -> Literal["shadow", "stream"]:
+    """The install mode that an engine asks for by its ``install_mode``; ``shadow`` if it asks for none."""
+    asked = getattr(engine, "install_mode", "shadow")
+    if asked == "stream":
+        return "stream"
+    if asked == "shadow":
+        return "shadow"
+    raise ValueError(f"{type(engine).__name__}.install_mode={asked!r}: expected 'shadow' or 'stream'")

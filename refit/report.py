@@ -30,17 +30,21 @@ class MemoryLedger:
         The one staging arena, in both modes.
     materialised_bytes
         Sources staged whole for the loader.
+    stream_bytes
+        The one arena of ``stream`` mode: its largest part, at most the budget.
     """
 
     engine_bytes: int
     shadow_bytes: int
     staging_bytes: int
     materialised_bytes: int
+    stream_bytes: int = 0
 
     def extra_bytes(self, mode: str) -> int:
         """Memory beyond the engine's own that a refit in ``mode`` (``shadow`` or ``stream``) takes."""
-        shadow = self.shadow_bytes if mode == "shadow" else 0
-        return shadow + self.staging_bytes + self.materialised_bytes
+        if mode == "stream":
+            return self.stream_bytes + self.staging_bytes
+        return self.shadow_bytes + self.staging_bytes + self.materialised_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,17 @@ class Verified:
     n_cells: int = 0
     n_cells_partial: int = 0
     seconds: float = 0.0
+
+    def plus(self, other: Verified) -> Verified:
+        """Both together."""
+        return Verified(
+            other.mode,
+            self.verified_bytes + other.verified_bytes,
+            self.received_bytes + other.received_bytes,
+            self.n_cells + other.n_cells,
+            self.n_cells_partial + other.n_cells_partial,
+            self.seconds + other.seconds,
+        )
 
 
 @dataclass(frozen=True, slots=True)

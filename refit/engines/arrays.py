@@ -94,6 +94,7 @@ class ArrayEngine:
         self._layout = dict(layout or {})
         self._dtypes = dict(dtypes or {})
         self.swaps = commit == "swap"
+        self.paused = False
         for name in self._layout:
             if name not in self._arrays:
                 raise TableError(f"layout names array {name!r}, which the engine does not have", tensor=name)
@@ -172,17 +173,30 @@ class ArrayEngine:
         """An array engine has no loader."""
         raise RefitError(f"an ArrayEngine has no loader to run on {sorted(sources)}")
 
+    def pause(self) -> None:
+        """Note that nobody may read the arrays."""
+        self.paused = True
+
+    def resume(self) -> None:
+        """Note that they may be read again."""
+        self.paused = False
+
+    def write_live(self, buffers: Mapping[str, U8]) -> None:
+        """Copy into the arrays as they are."""
+        for name, raw in buffers.items():
+            array = self._arrays[name]
+            np.copyto(array, raw.view(array.dtype).reshape(array.shape))
+
     def install(self, buffers: Mapping[str, U8]) -> None:
         """Swap the buffers in, or copy them into the arrays."""
         fresh: dict[str, Array] = {}
         for name, raw in buffers.items():
             array = self._arrays[name]
-            view = raw.view(array.dtype).reshape(array.shape)
-            if self.swaps:
-                fresh[name] = view
-            else:
-                np.copyto(array, view)
-        self._arrays.update(fresh)
+            fresh[name] = raw.view(array.dtype).reshape(array.shape)
+        if self.swaps:
+            self._arrays.update(fresh)
+        else:
+            self.write_live(buffers)
 
     # -- one piece
 

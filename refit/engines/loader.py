@@ -54,6 +54,8 @@ class LoaderEngine:
         device are always copied.
     allow_unattributed
         Patterns of source names that may end in memory that belongs to no parameter.
+    on_pause, on_resume
+        Stop and start serving, for ``stream`` mode.
     """
 
     def __init__(
@@ -63,6 +65,8 @@ class LoaderEngine:
         load_weights: Loader | None = None,
         commit: Literal["swap", "copy"] = "swap",
         allow_unattributed: Sequence[str] = (),
+        on_pause: Callable[[], None] | None = None,
+        on_resume: Callable[[], None] | None = None,
     ) -> None:
         if commit not in ("swap", "copy"):
             raise ValueError(f"commit={commit!r}: expected 'swap' or 'copy'")
@@ -76,6 +80,7 @@ class LoaderEngine:
         self._loader: Loader = loader
         self._commit = commit
         self._allow = tuple(allow_unattributed)
+        self._on_pause, self._on_resume = on_pause, on_resume
         self._shown: dict[str, SourceTensor] = {}
 
     @property
@@ -145,8 +150,25 @@ class LoaderEngine:
         with torch.no_grad():
             run_redirected(self._loader, weights, [p.destination() for p in places], typed)
 
+    def pause(self) -> None:
+        """Call ``on_pause``."""
+        if self._on_pause is not None:
+            self._on_pause()
+
+    def resume(self) -> None:
+        """Call ``on_resume``."""
+        if self._on_resume is not None:
+            self._on_resume()
+
+    def write_live(self, buffers: Mapping[str, U8]) -> None:
+        """Copy whole parameters into the live ones, whose addresses stay."""
+        self._put(buffers, swap=False)
+
     def install(self, buffers: Mapping[str, U8]) -> None:
         """Make ``buffers`` the parameters' memory, or copy them into it."""
+        self._put(buffers, swap=self._commit == "swap")
+
+    def _put(self, buffers: Mapping[str, U8], *, swap: bool) -> None:
         require("torch", extra="torch")
         import torch
 
@@ -158,7 +180,7 @@ class LoaderEngine:
                     continue
                 for tensor in place.tensors:
                     shown = place.view_of(raw, tensor)
-                    if self._commit == "swap" and tensor.device.type == "cpu":
+                    if swap and tensor.device.type == "cpu":
                         tensor.data = shown
                     else:
                         tensor.data.copy_(shown, non_blocking=True)

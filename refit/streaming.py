@@ -1,0 +1,177 @@
+"""Refit in place, part by part, for ranks without room for a second copy of their weights.
+
+1. The plan's destination buffers are packed, in order, into parts of at most the budget; parameters that the loader
+   computes, with the sources it needs, are one part at the end.
+2. Each part is a plan of its own over the same sources, read into one small arena, verified there, and only then
+   written into the live weights.
+3. All parts share one arena, allocated once: what streaming takes beyond the engine is that arena and the plans'
+   staging.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.planner import ReadTable, plan
+from reshard.refit.arena import Arena
+from reshard.refit.errors import StagingBudgetError
+from reshard.refit.planning import MATERIALISED, Planned
+from reshard.refit.reader import Reader
+from reshard.refit.verify import Checks, Mode, build_checks
+
+if TYPE_CHECKING:
+    from reshard.planner import Plan
+    from reshard.refit.engine import StreamEngine
+    from reshard.refit.links import Links
+    from reshard.transports import Transport
+
+__all__ = ["StreamPart", "Streamer", "pack_parts"]
+
+U8 = npt.NDArray[np.uint8]
+_ALIGN = 64
+
+
+def pack_parts(planned: Planned, budget_bytes: int) -> list[list[str]]:
+    """Buffers of each part, in order.
+
+    Raises
+    ------
+    StagingBudgetError
+        A parameter, or the group that the loader computes, that is larger than the budget.
+    """
+    sizes = dict(zip(planned.plan.buffers.names_list, planned.plan.buffer_bytes.tolist(), strict=True))
+    computed = {*planned.captured.loader_buffers, *planned.materialised_buffers}
+    parts: list[list[str]] = []
+    used = budget_bytes + 1
+    for name, size in sizes.items():
+        if name in computed:
+            continue
+        room = -(-size // _ALIGN) * _ALIGN
+        if room > budget_bytes:
+            raise StagingBudgetError(
+                f"parameter {name!r} takes {size} bytes, the stream budget is {budget_bytes} bytes (stream_bytes)"
+            )
+        if used + room > budget_bytes:
+            parts.append([])
+            used = 0
+        parts[-1].append(name)
+        used += room
+    last = [name for name in sizes if name in computed]
+    if last:
+        room = sum(-(-sizes[name] // _ALIGN) * _ALIGN for name in last)
+        if room > budget_bytes:
+            raise StagingBudgetError(
+                f"the loader computes {planned.captured.loader_buffers[0]!r} and others from {room} bytes at once, the "
+                f"stream budget is {budget_bytes} bytes (stream_bytes)"
+            )
+        parts.append(last)
+    return parts
+
+
+@dataclass(slots=True)
+class StreamPart:
+    """One part: its plan, its reader, and what it writes."""
+
+    plan: Plan
+    checks: Checks | None
+    reader: Reader
+    buffers: Mapping[str, U8]
+    planned: Planned
+
+    def seed(self, engine: StreamEngine) -> None:
+        """Fill what the plan writes only in part with the live bytes."""
+        for name in self.planned.seeded:
+            if name in self.buffers:
+                engine.read_live(name, self.buffers[name])
+
+    def write(self, engine: StreamEngine) -> None:
+        """Write the part into the engine's live weights, running the loader first where it computes them."""
+        loaded = [n for n in self.planned.captured.loader_buffers if n in self.buffers]
+        if loaded:
+            sources = {n.removeprefix(MATERIALISED): b for n, b in self.buffers.items() if n.startswith(MATERIALISED)}
+            engine.load_materialised(sources, {n: self.buffers[n] for n in loaded})
+        engine.write_live({n: b for n, b in self.buffers.items() if not n.startswith(MATERIALISED)})
+
+
+class Streamer:
+    """The parts of one plan, with one arena for all of them.
+
+    Parameters
+    ----------
+    budget_bytes
+        Most bytes of the arena.
+    """
+
+    def __init__(
+        self, transport: Transport, links: Links, planned: Planned, *, budget_bytes: int, verify: Mode, reader: Reader
+    ) -> None:
+        self._planned = planned
+        made = planned.plan
+        sizes = dict(zip(made.buffers.names_list, made.buffer_bytes.tolist(), strict=True))
+        names = pack_parts(planned, budget_bytes)
+        self.arena_bytes = max((_extent([sizes[n] for n in part]) for part in names), default=0)
+        hook = reader.on_allocate
+        self._arena = Arena(
+            transport,
+            {"stream": self.arena_bytes},
+            on_allocate=(lambda n: hook("stream", n)) if hook is not None else None,
+        )
+        reader.new_registrations += 1
+        self._parts: list[StreamPart] = []
+        index = {name: i for i, name in enumerate(made.buffers.names_list)}
+        for part in names:
+            wanted = np.isin(made.reads.buffer_id, [index[n] for n in part])
+            sub = plan(made.sources, _restricted(made.reads, wanted, [index[n] for n in part]), made.options)
+            checks = build_checks(sub) if verify != "off" else None
+            own = Reader(transport, swaps=False, on_allocate=hook, links=links)
+            at = 0
+            views: dict[str, U8] = {}
+            for name in part:
+                views[name] = self._arena.memory[at : at + sizes[name]]
+                at += -(-sizes[name] // _ALIGN) * _ALIGN
+            own.adopt(sub, checks.n_cells if checks is not None else {}, borrowed=views)
+            own.allocate()
+            reader.new_registrations += own.new_registrations
+            self._parts.append(StreamPart(sub, checks, own, views, planned))
+
+    def parts(self) -> Sequence[StreamPart]:
+        """All parts, in order."""
+        return self._parts
+
+    def close(self) -> None:
+        """Free lists and memory."""
+        for part in self._parts:
+            part.reader.release()
+        self._parts = []
+        self._arena.close()
+
+
+def _restricted(reads: ReadTable, rows: npt.NDArray[np.bool_], buffers: Sequence[int]) -> ReadTable:
+    """Some requests, with their buffers alone."""
+    taken = reads.take(np.flatnonzero(rows))
+    ids = np.array(buffers, np.int64)
+    place = np.full(len(reads.buffers), -1, np.int64)
+    place[ids] = np.arange(len(ids))
+    return ReadTable(
+        taken.tensors,
+        reads.buffers.take(ids),
+        taken.tensor_id,
+        taken.start,
+        taken.step,
+        taken.count,
+        place[taken.buffer_id],
+        taken.dst_offset,
+        taken.dst_stride,
+        taken.order,
+        taken.kind,
+        taken.values,
+    )
+
+
+def _extent(sizes: Sequence[int]) -> int:
+    return sum(-(-size // _ALIGN) * _ALIGN for size in sizes)
