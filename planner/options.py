@@ -48,6 +48,9 @@ class PlanOptions:
     instance, instances : int
         Which of how many receiver instances this one is; `spread` balances over instances without
         communication.
+    member, members : int
+        Which of how many receivers of its instance this one is, so that they start at different replicas; where that is not
+        known (members 1), what a receiver reads decides.
     policy : {"spread", "first", "nearest"}
         Which replica of a box to read.
     receiver_host : str
@@ -70,6 +73,8 @@ class PlanOptions:
 
     instance: int = 0
     instances: int = 1
+    member: int = 0
+    members: int = 1
     policy: Policy = "spread"
     receiver_host: str = ""
     max_runs_per_block: int = 64
@@ -92,6 +97,12 @@ class PlanOptions:
                 f"instance {self.instance} of {self.instances}; expected 0 <= instance < instances",
                 got=self.instance,
                 expected=self.instances,
+            )
+        if not 0 <= self.member < self.members:
+            raise PlanError(
+                f"member {self.member} of {self.members}; expected 0 <= member < members",
+                got=self.member,
+                expected=self.members,
             )
         if self.max_runs_per_block < 1:
             raise PlanError(

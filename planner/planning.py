@@ -117,7 +117,7 @@ def assemble_plan(
     exact = templates.mode == MODE_EXACT
     np.add.at(box_bytes, templates.pieces.box[exact], useful[exact])
     np.add.at(box_bytes, templates.fetches.box, templates.fetches.n_bytes)
-    serves = choose_replicas(sources, classes, templates.boxes, box_bytes, options)
+    serves = choose_replicas(sources, requests, classes, templates.boxes, box_bytes, options)
     segments = tuple(assemble(classes, templates.boxes, templates.items, serves, known))
     waves = plan_waves(classes, requests, templates.fetches, staging_limit(options))
     return Plan(

@@ -218,6 +218,8 @@ class Plan:
         settings = (
             o.instance,
             o.instances,
+            o.member,
+            o.members,
             o.policy,
             o.receiver_host,
             o.max_runs_per_block,

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard.planner.classes import Classes
-from reshard.planner.classify import Int64, classify, ragged_arange
+from reshard.planner.classify import Int64, classify, hash_rows, mix64, ragged_arange
 from reshard.planner.options import PlanOptions
+from reshard.planner.requests import Requests
 from reshard.planner.sources import SourceBoxes
 from reshard.planner.tables import ShardTable
 
@@ -42,12 +43,19 @@ class Serves:
 
 
 def choose_replicas(
-    sources: ShardTable, classes: Classes, boxes: SourceBoxes, box_bytes: Int64, options: PlanOptions
+    sources: ShardTable,
+    requests: Requests,
+    classes: Classes,
+    boxes: SourceBoxes,
+    box_bytes: Int64,
+    options: PlanOptions,
 ) -> Serves:
     """Choose a holder for every member of every box that is read.
 
     Parameters
     ----------
+    requests : Requests
+        Give the receiver its phase where the options do not.
     box_bytes : int64[B]
         Bytes on the wire from each template box, for one member; 0 where it is not read.
     """
@@ -60,7 +68,8 @@ def choose_replicas(
     several = np.flatnonzero(spread)
     if len(several) == 0:
         return alone
-    shared = _spread(sources, boxes, several, box_bytes[several], size[several], options)
+    phase = _phase(requests, options)
+    shared = _spread(sources, boxes, several, box_bytes[several], size[several], options, phase)
     box = np.concatenate([alone.box, shared.box])
     order = np.argsort(box, kind="stable")
     return Serves(
@@ -72,7 +81,13 @@ def choose_replicas(
 
 
 def _spread(
-    sources: ShardTable, boxes: SourceBoxes, box: Int64, n_bytes: Int64, size: Int64, options: PlanOptions
+    sources: ShardTable,
+    boxes: SourceBoxes,
+    box: Int64,
+    n_bytes: Int64,
+    size: Int64,
+    options: PlanOptions,
+    phase: float,
 ) -> Serves:
     table, n_replicas = _candidates(sources, boxes, box, options)
     columns = [n_replicas, *(boxes.candidate_part[c] for c in np.ascontiguousarray(table.T))]
@@ -88,23 +103,36 @@ def _spread(
     total = np.add.reduceat(weight, at)[number]
     ends = np.cumsum(weight)
     before = ends - weight - (ends - weight)[at][number]
-    # the window of replicas that this instance sweeps, and where in the bytes each one begins
+    # replica r has the part [r * n / R - i, (r + 1) * n / R - i) of this instance's unit interval; the boxes are laid along
+    # it from the phase on and wrap around once
     i, n = options.instance, options.instances
     low = i * n_replicas // n
-    high = -(-(i + 1) * n_replicas // n) - 1
-    width = high - low + 1
-    row = np.repeat(np.arange(len(order)), width)
-    nth = ragged_arange(width)
-    replica = low[row] + nth
-    threshold = (replica * (n / n_replicas[row]) - i) * total[row]
-    member = np.ceil((threshold - before[row]) / n_bytes[row] - 0.5)
-    first = np.where(nth == 0, 0, np.clip(member, 0, size[row]).astype(np.int64))
-    stop = np.append(first[1:], 0)
-    last = nth == width[row] - 1
-    stop[last] = size[row[last]]
+    width = -(-(i + 1) * n_replicas // n) - low
+    turns = 2 * width
+    row = np.repeat(np.arange(len(order)), turns)
+    nth = ragged_arange(turns)
+    turn, step = nth // width[row], nth % width[row]
+    replica = low[row] + step
+    origin = before + phase * total
+
+    def member(edge: Int64) -> Int64:
+        """First member whose midpoint lies at or after the given edge of a replica."""
+        fraction = np.clip(edge * (n / n_replicas[row]) - i, 0.0, 1.0) + turn
+        found = np.ceil((fraction * total[row] - origin[row]) / n_bytes[row] - 0.5)
+        return np.clip(found, 0, size[row]).astype(np.int64)
+
+    first, stop = member(replica), member(replica + 1)
     keep = np.flatnonzero(first < stop)
-    row, first, stop = row[keep], first[keep], stop[keep]
-    return Serves(box[row], table[row, replica[keep]], first, stop)
+    return Serves(box[row[keep]], table[row[keep], replica[keep]], first[keep], stop[keep])
+
+
+def _phase(requests: Requests, options: PlanOptions) -> float:
+    """Where in its window a receiver starts to sweep, in [0, 1): by its rank, or by what it reads."""
+    if options.members > 1:
+        return options.member / options.members
+    words = hash_rows([requests.tensor, requests.geometry, *requests.start, *requests.count])
+    total = mix64(np.array([words.sum(dtype=np.uint64)], np.uint64))
+    return int(total[0] >> np.uint64(11)) / float(1 << 53)
 
 
 def _candidates(sources: ShardTable, boxes: SourceBoxes, box: Int64, options: PlanOptions) -> tuple[Int64, Int64]:
