@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -39,8 +41,8 @@ def test_packed_tensors_are_cut_and_moved_by_the_byte(
     column_cuts = sorted({0, pairs, data.draw(st.integers(0, pairs))})
     parts, memory = [], {}
     whole = Bits(bytearray(content), 4)
-    for i, (a, b) in enumerate(zip(row_cuts, row_cuts[1:], strict=False)):
-        for j, (c, d) in enumerate(zip(column_cuts, column_cuts[1:], strict=False)):
+    for i, (a, b) in enumerate(itertools.pairwise(row_cuts)):
+        for j, (c, d) in enumerate(itertools.pairwise(column_cuts)):
             name = f"r{i}{j}"
             shard = Shard("w", label, shape, (a, 2 * c), (b, 2 * d))
             size = (b - a) * (d - c)
@@ -99,7 +101,7 @@ def packed(start: int, count: int, dst_offset: int, dst_stride: tuple[int, int],
 )
 def test_requests_that_cut_inside_a_byte_are_refused(reads: ReadTable) -> None:
     part = ShardPart.from_shards(Holder("a"), [Shard("w", "int4", (4, 8), (0, 0), (4, 8))], [16])
-    with pytest.raises(DTypeError, match="'w'|'p'"):
+    with pytest.raises(DTypeError, match=r"'w'|'p'"):
         plan(ShardTable([part]), reads)
 
 
@@ -139,7 +141,7 @@ def test_weights_and_scales_stay_together_with_partial_blocks_at_the_edges(
 ) -> None:
     grid = [*range(0, rows, block), rows]
     inner = sorted(set(data.draw(st.lists(st.sampled_from(grid), max_size=2))) | {0, rows})
-    world = scaled_world(rows, columns, block, list(zip(inner, inner[1:], strict=False)))
+    world = scaled_world(rows, columns, block, list(itertools.pairwise(inner)))
     start, stop = sorted(data.draw(st.lists(st.sampled_from(grid), min_size=2, max_size=2, unique=True)))
     first, last = start // block, -(-stop // block)
     world.buffer("w", stop - start, columns, label="float8_e4m3fn")
