@@ -28,7 +28,8 @@ _HOME = {
     "planning": ("plan",),
     "plans": ("Plan",),
     "certificate": ("Assumption", "Certificate", "Economics"),
-    "rows": ("Blocks", "Fills", "LocalCopies", "WireRows"),
+    "blocks": ("Blocks",),
+    "rows": ("Fills", "LocalCopies", "WireRows"),
     "bind": ("BoundPlan", "PeerRows"),
     "affine": ("AlignedView", "source_aligned"),
     "coverage": ("Coverage", "engine_coverage"),
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from reshard.planner.affine import source_aligned as source_aligned
     from reshard.planner.bind import BoundPlan as BoundPlan
     from reshard.planner.bind import PeerRows as PeerRows
+    from reshard.planner.blocks import Blocks as Blocks
     from reshard.planner.certificate import Assumption as Assumption
     from reshard.planner.certificate import Certificate as Certificate
     from reshard.planner.certificate import Economics as Economics
@@ -68,7 +70,6 @@ if TYPE_CHECKING:
     from reshard.planner.reads import Buffer as Buffer
     from reshard.planner.reads import ReadRequest as ReadRequest
     from reshard.planner.reads import ReadTable as ReadTable
-    from reshard.planner.rows import Blocks as Blocks
     from reshard.planner.rows import Fills as Fills
     from reshard.planner.rows import LocalCopies as LocalCopies
     from reshard.planner.rows import WireRows as WireRows

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from reshard.planner.plans import Plan
 
 _PIECE_RUNS: Final = 1 << 14
+_MIN_GROUP: Final = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,17 +170,51 @@ def _strided_rows(rows: WireRows, dst: Int64, src: Int64, dst_device: int, src_d
 
 
 def _flat_rows(rows: WireRows, dst: Int64, src: Int64, dst_device: int, src_device: int) -> tuple[UInt64, UInt64]:
-    """Rows of three columns, one a run, expanded in pieces that stay in the cache."""
-    if not (rows.count > 1).any():
-        n = len(rows)
-        out = np.empty((2, n, 3), np.int64)
-        out[0, :, 0], out[1, :, 0] = dst, src
-        out[:, :, 1] = rows.run_bytes
-        out[0, :, 2], out[1, :, 2] = dst_device, src_device
-        return out[0].view(np.uint64), out[1].view(np.uint64)
-    ends = np.cumsum(rows.count)
-    total = int(ends[-1])
+    """Rows of three columns, one a run, expanded in pieces that stay in the cache.
+
+    Rows of one shape lie side by side (they come from one template): their expansion is one pattern, written
+    row by row, plus each row's address. Rows of mixed shapes go through differences and a running sum.
+    """
+    total = int(rows.count.sum())
     local, remote = np.empty((total, 3), np.int64), np.empty((total, 3), np.int64)
+    columns = (rows.count, rows.run_bytes, rows.src_stride_bytes, rows.dst_stride_bytes)
+    new = np.zeros(len(rows), np.bool_)
+    new[:1] = True
+    for column in columns:
+        new[1:] |= column[1:] != column[:-1]
+    begin = np.flatnonzero(new)
+    ends = np.append(begin[1:], len(rows))
+    if len(begin) * _MIN_GROUP > len(rows) + _MIN_GROUP:
+        _mixed_runs(rows, local, dst, rows.dst_stride_bytes, dst_device)
+        _mixed_runs(rows, remote, src, rows.src_stride_bytes, src_device)
+        return local.view(np.uint64), remote.view(np.uint64)
+    at = 0
+    for a, b in zip(begin.tolist(), ends.tolist(), strict=True):
+        count, n_bytes = int(rows.count[a]), int(rows.run_bytes[a])
+        stop = at + count * (b - a)
+        _equal_runs(local[at:stop], dst[a:b], count, n_bytes, int(rows.dst_stride_bytes[a]), dst_device)
+        _equal_runs(remote[at:stop], src[a:b], count, n_bytes, int(rows.src_stride_bytes[a]), src_device)
+        at = stop
+    return local.view(np.uint64), remote.view(np.uint64)
+
+
+def _equal_runs(out: Int64, address: Int64, count: int, n_bytes: int, stride: int, device: int) -> None:
+    """Expand rows of one shape: `count` runs each."""
+    pattern = np.empty((count, 3), np.int64)
+    pattern[:, 0] = np.arange(count) * stride
+    pattern[:, 1], pattern[:, 2] = n_bytes, device
+    by_row = out.reshape(len(address), count * 3)
+    flat = pattern.reshape(-1)
+    step = max(1, _PIECE_RUNS // count)
+    for i in range(0, len(address), step):
+        piece = by_row[i : i + step]
+        piece[:] = flat
+        piece[:, 0::3] += address[i : i + step, None]
+
+
+def _mixed_runs(rows: WireRows, out: Int64, address: Int64, stride: Int64, device: int) -> None:
+    """Expand rows of any shapes."""
+    ends = np.cumsum(rows.count)
     first = 0
     while first < len(rows):
         base = int(ends[first] - rows.count[first])
@@ -187,22 +222,15 @@ def _flat_rows(rows: WireRows, dst: Int64, src: Int64, dst_device: int, src_devi
         stop = int(ends[last - 1])
         counts = rows.count[first:last]
         starts = ends[first:last] - counts - base
-        for table, address, stride, device in (
-            (local, dst, rows.dst_stride_bytes, dst_device),
-            (remote, src, rows.src_stride_bytes, src_device),
-        ):
-            # differences of addresses: the stride inside a series, a jump at the start of each
-            delta = np.repeat(stride[first:last], counts)
-            begin = address[first:last]
-            delta[starts[0]] = begin[0]
-            delta[starts[1:]] = begin[1:] - (begin[:-1] + (counts[:-1] - 1) * stride[first : last - 1])
-            np.cumsum(delta, out=table[base:stop, 0])
-            table[base:stop, 2] = device
-        n_bytes = np.repeat(rows.run_bytes[first:last], counts)
-        local[base:stop, 1] = n_bytes
-        remote[base:stop, 1] = n_bytes
+        # differences of addresses: the stride inside a series, a jump at the start of each
+        delta = np.repeat(stride[first:last], counts)
+        begin = address[first:last]
+        delta[starts[0]] = begin[0]
+        delta[starts[1:]] = begin[1:] - (begin[:-1] + (counts[:-1] - 1) * stride[first : last - 1])
+        np.cumsum(delta, out=out[base:stop, 0])
+        out[base:stop, 1] = np.repeat(rows.run_bytes[first:last], counts)
+        out[base:stop, 2] = device
         first = last
-    return local.view(np.uint64), remote.view(np.uint64)
 
 
 __all__ = ["STAGING", "BoundPlan", "PeerRows", "bind_plan"]

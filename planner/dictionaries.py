@@ -324,6 +324,55 @@ class TensorDict:
         """Dtype label of tensor `i`."""
         return BY_CODE[int(self.dtype_code[i])].label
 
+    @classmethod
+    def merged(
+        cls,
+        sources: Sequence[TensorDict],
+        rows: Sequence[Int64],
+        index: dict[str, int],
+        axes: Mapping[int, tuple[str, ...]],
+    ) -> TensorDict:
+        """Some rows of dictionaries that are checked already, one after another; nothing is checked again.
+
+        Parameters
+        ----------
+        sources, rows
+            Which rows of which dictionary; together their names are the keys of `index`, in order.
+        """
+        n_dims = max((d.n_dims for d in sources), default=0)
+        blobs, sizes = [], []
+        for d, picked in zip(sources, rows, strict=True):
+            size = np.diff(d.name_offsets)
+            if len(picked) == len(d):
+                blobs.append(d.names_blob)
+            elif len(picked):
+                names = d.names_list
+                blobs.append("".join([names[i] for i in picked.tolist()]).encode())
+            sizes.append(size[picked])
+
+        def dim(d: TensorDict, back: int, picked: Int64) -> Int64:
+            return d.shape[-back][picked] if back <= d.n_dims else np.ones(len(picked), np.int64)
+
+        pairs = list(zip(sources, rows, strict=True))
+        offsets = np.zeros(len(index) + 1, np.int64)
+        np.cumsum(np.concatenate(sizes), out=offsets[1:])
+        out = object.__new__(cls)
+        values: dict[str, object] = {
+            "names_blob": b"".join(blobs),
+            "name_offsets": column(offsets, "name_offsets"),
+            "dtype_code": column(np.concatenate([d.dtype_code[r] for d, r in pairs]), "dtype_code"),
+            "ndim": column(np.concatenate([d.ndim[r] for d, r in pairs]), "ndim"),
+            "shape": tuple(
+                column(np.concatenate([dim(d, back, r) for d, r in pairs]), "shape") for back in range(n_dims, 0, -1)
+            ),
+            "axes": dict(sorted(axes.items())),
+            "names_list": list(index),
+            "index_of": index,
+        }
+        for name, value in values.items():
+            object.__setattr__(out, name, value)
+        return out
+
     def take(self, rows: Int64) -> TensorDict:
         """A dictionary of some of the tensors, in the order given."""
         names = self.names_list

@@ -49,8 +49,8 @@ class PlanOptions:
         Which of how many receiver instances this one is; `spread` balances over instances without
         communication.
     member, members : int
-        Which of how many receivers of its instance this one is, so that they start at different replicas; where that is not
-        known (members 1), what a receiver reads decides.
+        Which of how many receivers of its instance this one is, so that they start at different replicas;
+        where that is not known (members 1), what a receiver reads decides.
     policy : {"spread", "first", "nearest"}
         Which replica of a box to read.
     receiver_host : str

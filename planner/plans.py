@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from reshard.planner.assemble import Items, Segment, assemble
+from reshard.planner.blocks import Blocks
 from reshard.planner.certificate import Assumption, Certificate, Economics
 from reshard.planner.classes import Classes
 from reshard.planner.classify import Int64, UInt64, ragged_arange
@@ -24,7 +25,7 @@ from reshard.planner.options import PlanOptions
 from reshard.planner.reads import ReadTable
 from reshard.planner.replicas import Serves
 from reshard.planner.requests import Materialised, Requests
-from reshard.planner.rows import Blocks, Fills, LocalCopies, WireRows, block_columns, copy_columns, wire_columns
+from reshard.planner.rows import Fills, LocalCopies, WireRows, copy_columns, wire_columns
 from reshard.planner.shape import Fetches, Layout
 from reshard.planner.shards import Holder
 from reshard.planner.sources import SourceBoxes
@@ -190,12 +191,13 @@ class Plan:
     def blocks(self) -> Blocks:
         """Every (request, shard) block."""
         t = self.templates
-        n = len(t.pieces)
+        if not len(t.fetches):
+            return Blocks(self, self.segments, t.items.piece)
         order = np.argsort(t.pieces.box, kind="stable")
         box = t.pieces.box[order]
-        none = np.full(n, -1, np.int64)
+        none = np.full(len(order), -1, np.int64)
         items = Items(t.boxes.cls[box], box, t.layout.src_offset[order], order, none)
-        return block_columns(self, items, assemble(t.classes, t.boxes, items, self.serves))
+        return Blocks(self, assemble(t.classes, t.boxes, items, self.serves), order)
 
     def _wave(self, wave: int) -> int:
         if not 0 <= wave < self.n_waves:
@@ -279,7 +281,8 @@ class Plan:
 
 def member_ranges(classes: Classes, cls: Int64) -> tuple[Int64, Int64]:
     """Instances of a list of template rows, by their classes: the row of each, and its needed-tensor
-    number."""
+    number.
+    """
     size = np.diff(classes.member_start)[cls]
     row = np.repeat(np.arange(len(cls)), size)
     return row, classes.members[np.repeat(classes.member_start[cls], size) + ragged_arange(size)]

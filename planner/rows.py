@@ -1,4 +1,4 @@
-"""Columns that a transport and a copier read: wire rows, local copies, fills and blocks, from templates.
+"""Columns that a transport and a copier read: wire rows, local copies and fills, made from templates.
 
 A wire row is one regular series of runs: `count` runs of `run_bytes`, each side with its own stride. A block
 of more than one outer dim becomes several rows; runs that backends want one by one are expanded in `bind`,
@@ -7,13 +7,12 @@ not here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from reshard.planner.assemble import Items, Segment
+from reshard.planner.assemble import Segment
 from reshard.planner.classify import Bool, Int64, ragged_arange
 from reshard.planner.shape import MODE_EXACT
 
@@ -129,56 +128,6 @@ class Fills:
         return len(self.request)
 
 
-@dataclass(frozen=True, eq=False)
-class Blocks:
-    """Every (request, shard) block of a plan, grouped by holder.
-
-    Attributes
-    ----------
-    holder, part, row : int64[N]
-        Index into `Plan.holders`, part number and row in that part of the shard table.
-    request : int64[N]
-        Row in the read table.
-    region, src_offset_bytes : int64[N]
-        Where the block's first byte is.
-    buffer, dst_offset_bytes : int64[N]
-        Where it lands, in bytes.
-    wave, staging_offset_bytes : int64[N]
-        Staging offset is -1 for blocks that are read straight into their buffer.
-    run_bytes, n_runs : int64[N]
-        On the source side.
-    start, step, count : D int64[N]
-        The box of source elements, global: ``start + step * k``, k in [0, count). For packed dtypes the last
-        dim is in bytes.
-    dst_stride_bytes : D int64[N]
-        Bytes between neighbours along each source dim in the destination.
-    """
-
-    holder: Int64
-    part: Int64
-    row: Int64
-    request: Int64
-    region: Int64
-    src_offset_bytes: Int64
-    buffer: Int64
-    dst_offset_bytes: Int64
-    wave: Int64
-    staging_offset_bytes: Int64
-    run_bytes: Int64
-    n_runs: Int64
-    start: tuple[Int64, ...]
-    step: tuple[Int64, ...]
-    count: tuple[Int64, ...]
-    dst_stride_bytes: tuple[Int64, ...]
-
-    def __len__(self) -> int:
-        return len(self.holder)
-
-
-def _concat(parts: Sequence[Int64]) -> Int64:
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
-
-
 def _request_rows(plan: Plan, piece: Int64, tensor: Int64) -> Int64:
     """Row in `plan.requests` of each (piece, member)."""
     t = plan.templates
@@ -280,41 +229,39 @@ def merge_rows(rows: WireRows) -> WireRows:
 
     Rows of one run merge where the second starts at the end of the first in source and destination. Rows of
     several runs merge where they have equal runs and strides and the second's first run follows the first's
-    last one at the same stride.
+    last one at the same stride. Where nothing merges, rows stay in template order: equal shapes side by side
+    expand fastest.
     """
-    order = np.lexsort([rows.src_offset_bytes, rows.region])
-    if not (np.diff(order) == 1).all():
-        rows = rows.take(order)
     if len(rows) < 2:
         return rows
-    same = (rows.region[1:] == rows.region[:-1]) & (rows.dst_buffer[1:] == rows.dst_buffer[:-1])
-    src_step, dst_step = np.diff(rows.src_offset_bytes), np.diff(rows.dst_offset_bytes)
-    a, b = rows.count[:-1], rows.count[1:]
-    flat = (a == 1) & (b == 1) & (src_step == rows.run_bytes[:-1]) & (dst_step == rows.run_bytes[:-1])
-    series = (a > 1) & (b > 1) & (rows.run_bytes[1:] == rows.run_bytes[:-1])
-    series &= (rows.src_stride_bytes[1:] == rows.src_stride_bytes[:-1]) & (
-        rows.dst_stride_bytes[1:] == rows.dst_stride_bytes[:-1]
-    )
-    series &= (src_step == a * rows.src_stride_bytes[:-1]) & (dst_step == a * rows.dst_stride_bytes[:-1])
-    joined = same & (flat | series)
-    if not joined.any():
+    one_region = bool((rows.region == rows.region[0]).all())
+    if one_region:
+        order = np.argsort(rows.src_offset_bytes, kind="stable")
+    else:
+        order = np.lexsort([rows.src_offset_bytes, rows.region])
+    a, b = order[:-1], order[1:]
+    src_step = np.diff(rows.src_offset_bytes[order])
+    series = rows.count > 1
+    extent = np.where(series, rows.count * rows.src_stride_bytes, rows.run_bytes)
+    near = np.flatnonzero(src_step == extent[order][:-1])
+    a, b = a[near], b[near]
+    same = (rows.region[a] == rows.region[b]) & (rows.dst_buffer[a] == rows.dst_buffer[b]) & (series[a] == series[b])
+    dst_extent = np.where(series[a], rows.count[a] * rows.dst_stride_bytes[a], rows.run_bytes[a])
+    same &= rows.dst_offset_bytes[b] - rows.dst_offset_bytes[a] == dst_extent
+    alike = (rows.run_bytes[a] == rows.run_bytes[b]) & (rows.src_stride_bytes[a] == rows.src_stride_bytes[b])
+    alike &= rows.dst_stride_bytes[a] == rows.dst_stride_bytes[b]
+    same &= alike | ~series[a]
+    if not same.any():
         return rows
+    joined = np.zeros(len(rows) - 1, np.bool_)
+    joined[near[same]] = True
+    rows, series = rows.take(order), series[order]
     first = np.flatnonzero(np.append(True, ~joined))
-    run = rows.run_bytes[first]
     total = np.add.reduceat(rows.run_bytes, first)
     count = np.add.reduceat(rows.count, first)
-    single = rows.count[first] == 1
-    return WireRows(
-        rows.holder[first],
-        rows.region[first],
-        rows.src_offset_bytes[first],
-        rows.dst_buffer[first],
-        rows.dst_offset_bytes[first],
-        np.where(single, total, run),
-        np.where(single, 1, count),
-        rows.src_stride_bytes[first],
-        rows.dst_stride_bytes[first],
-    )
+    single = ~series[first]
+    head = rows.take(first)
+    return replace(head, run_bytes=np.where(single, total, head.run_bytes), count=np.where(single, 1, count))
 
 
 def copy_columns(plan: Plan, wave: int) -> LocalCopies:
@@ -347,46 +294,4 @@ def copy_columns(plan: Plan, wave: int) -> LocalCopies:
         tuple(c[piece] for c in layout.src_stride),
         tuple(c[piece] for c in layout.dst_stride),
         piece,
-    )
-
-
-def block_columns(plan: Plan, items: Items, segments: Sequence[Segment]) -> Blocks:
-    """All blocks; see `Plan.blocks`."""
-    t, waves = plan.templates, plan.waves
-    layout, pieces = t.layout, t.pieces
-    item = _concat([np.repeat(s.item, s.n_members) for s in segments])
-    piece = items.piece[item]
-    tensor = _concat([s.tensor for s in segments])
-    request = _request_rows(plan, piece, tensor)
-    template = pieces.request[piece]
-    fetch = t.piece_fetch[piece]
-    staged = fetch >= 0
-    wave = np.zeros(len(piece), np.int64) if waves.request_wave is None else waves.request_wave[request]
-    staging = np.full(len(piece), -1, np.int64)
-    if staged.any():
-        unit = waves.unit(t.fetches.group[fetch[staged]], tensor[staged])
-        wave[staged] = waves.unit_wave[unit]
-        f = fetch[staged]
-        staging[staged] = (
-            waves.unit_offset[unit] + t.fetches.staging[f] + layout.src_offset[piece[staged]] - t.fetches.src_offset[f]
-        )
-    q = pieces.request
-    starts = [a[q] + s[q] * k for a, s, k in zip(t.requests.start, t.requests.step, pieces.lo, strict=True)]
-    return Blocks(
-        _concat([np.full(len(s), i, np.int64) for i, s in enumerate(segments)]),
-        _concat([np.full(len(s), s.part, np.int64) for s in segments]),
-        _concat([s.tensor if s.row is None else s.row for s in segments]),
-        plan.requests.origin[request],
-        _concat([np.zeros(len(s), np.int64) if s.region is None else s.region for s in segments]),
-        _concat([s.src_offset for s in segments]),
-        plan.requests.buffer[request],
-        _dst_bytes(plan, request, piece),
-        wave,
-        staging,
-        (layout.run * layout.src_unit)[piece],
-        layout.n_runs[piece],
-        tuple(c[piece] for c in starts),
-        tuple(c[template] for c in t.requests.step),
-        tuple(c[piece] for c in pieces.count),
-        tuple(c[template] * layout.dst_unit[piece] for c in t.requests.stride),
     )

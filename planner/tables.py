@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 
 import numpy as np
 
@@ -93,22 +94,23 @@ class _Distinct:
 
 def _unify(parts: tuple[ShardPart, ...], known: _Distinct | None) -> _Distinct:
     """One dictionary for all parts, and each distinct dictionary's map into it."""
+    objects: dict[int, int] = {}
+    for i, part in enumerate(parts):
+        objects.setdefault(id(part.tensors), i)
     by_object: dict[int, int] = {}
     by_digest: dict[bytes, int] = {}
     distinct: list[TensorDict] = []
     owner: list[str] = []
-    which: list[int] = []
-    for part in parts:
-        number = by_object.get(id(part.tensors))
-        if number is None:
-            number = by_digest.setdefault(part.tensors.digest, len(distinct))
-            if number == len(distinct):
-                distinct.append(part.tensors)
-                owner.append(part.holder.name)
-            by_object[id(part.tensors)] = number
-        which.append(number)
+    for key, i in objects.items():
+        # one object needs no digest; several may be equal
+        digest = parts[i].tensors.digest if len(objects) > 1 else b""
+        by_object[key] = by_digest.setdefault(digest, len(distinct))
+        if by_object[key] == len(distinct):
+            distinct.append(parts[i].tensors)
+            owner.append(parts[i].holder.name)
+    which = [by_object[id(part.tensors)] for part in parts]
     if known is not None and len(known.dictionaries) == len(distinct):
-        same = all(a.digest == b.digest for a, b in zip(known.dictionaries, distinct, strict=True))
+        same = all(a is b or a.digest == b.digest for a, b in zip(known.dictionaries, distinct, strict=True))
         if same:
             return _Distinct(known.dictionaries, tuple(which), known.union, known.maps)
     if not distinct:
@@ -119,51 +121,28 @@ def _unify(parts: tuple[ShardPart, ...], known: _Distinct | None) -> _Distinct:
 
 def _merge(distinct: list[TensorDict], owner: list[str]) -> tuple[TensorDict, list[Int64 | None]]:
     index = dict(distinct[0].index_of)
-    n_dims = max(d.n_dims for d in distinct)
-    home: list[np.ndarray] = [np.zeros(len(distinct[0]), np.int64)]  # dictionary that a union tensor came from
-    rows: list[np.ndarray] = [np.arange(len(distinct[0]))]
+    home = [np.zeros(len(distinct[0]), np.int64)]  # dictionary that a union tensor came from
+    rows: list[Int64] = [np.arange(len(distinct[0]))]
     maps: list[Int64 | None] = [None]
     for number, tensors in enumerate(distinct[1:], 1):
-        n_known = len(index)
-        mapped = column([index.setdefault(name, len(index)) for name in tensors.names_list], "id map")
-        new = np.flatnonzero(mapped >= n_known)
+        names = tensors.names_list
+        found = list(map(index.get, names, repeat(-1)))
+        mapped = np.array(found, np.int64).reshape(-1)
+        new = np.flatnonzero(mapped < 0)
+        mapped[new] = np.arange(len(index), len(index) + len(new))
+        index.update(zip((names[i] for i in new.tolist()), range(len(index), len(index) + len(new)), strict=True))
         home.append(np.full(len(new), number))
         rows.append(new)
-        maps.append(mapped)
+        maps.append(column(mapped, "id map"))
     all_home = np.concatenate(home)
-    if len(all_home) == len(distinct[0]) and not any(tensors.axes for tensors in distinct):
-        for tensors, mapped_ids, name in zip(distinct[1:], maps[1:], owner[1:], strict=True):
-            _check_agreement(distinct[0], tensors, mapped_ids, name, owner, all_home)
-        return distinct[0], maps
-
-    def gather(get: str, dim: int = 0) -> Int64:
-        out = np.ones(len(all_home), np.int64)
-        base = 0
-        for tensors, picked in zip(distinct, rows, strict=True):
-            source = getattr(tensors, get)
-            if get == "shape":
-                back = n_dims - dim
-                source = source[-back] if back <= tensors.n_dims else np.ones(len(tensors), np.int64)
-            out[base : base + len(picked)] = source[picked]
-            base += len(picked)
-        return out
-
-    names = list(index)
-    raw = [name.encode() for name in names]
-    offsets = np.zeros(len(raw) + 1, np.int64)
-    np.cumsum([len(r) for r in raw], out=offsets[1:])
     axes: dict[int, tuple[str, ...]] = {}
     for tensors, mapped_ids in zip(distinct, maps, strict=True):
         for i, value in tensors.axes.items():
             axes.setdefault(int(mapped_ids[i]) if mapped_ids is not None else i, value)
-    union = TensorDict(
-        b"".join(raw),
-        offsets,
-        gather("dtype_code"),
-        gather("ndim"),
-        tuple(gather("shape", d) for d in range(n_dims)),
-        axes,
-    )
+    if len(all_home) == len(distinct[0]) and axes == distinct[0].axes:
+        union = distinct[0]
+    else:
+        union = TensorDict.merged(distinct, rows, index, axes)
     for tensors, mapped_ids, name in zip(distinct, maps, owner, strict=True):
         _check_agreement(union, tensors, mapped_ids, name, owner, all_home)
     return union, maps
