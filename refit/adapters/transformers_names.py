@@ -17,8 +17,8 @@ publish under other names: it is called with each name and a meta tensor, and re
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
 
 from reshard.planner.errors import TableError, require
 from reshard.refit.tensors import LocalTensor, is_torch
@@ -63,45 +63,63 @@ class CheckpointView:
         One entry a dim.
     selected
         Index of each dim of the module's tensor that no axis runs along (-1 where one does).
+
+    Attributes
+    ----------
+    shape
+        The checkpoint tensor's shape.
     """
 
     name: str
     axes: tuple[Axis, ...]
     selected: tuple[int, ...]
+    shape: tuple[int, ...] = field(init=False)
+    _picks: tuple[tuple[int, int], ...] = field(init=False, repr=False)
+    _order: tuple[int, ...] | None = field(init=False, repr=False)
+    _new_dims: tuple[int, ...] = field(init=False, repr=False)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the checkpoint tensor's shape."""
-        return tuple(axis.count for axis in self.axes)
+    def __post_init__(self) -> None:
+        kept = [dim for dim, index in enumerate(self.selected) if index < 0]
+        order = tuple(kept.index(axis.source_dim) for axis in self.axes if axis.source_dim >= 0)
+        picks = tuple((dim, index) for dim, index in enumerate(self.selected) if index >= 0)
+        object.__setattr__(self, "shape", tuple(axis.count for axis in self.axes))
+        object.__setattr__(self, "_picks", picks)
+        object.__setattr__(self, "_order", order if order != tuple(range(len(order))) else None)
+        object.__setattr__(self, "_new_dims", tuple(d for d, axis in enumerate(self.axes) if axis.source_dim < 0))
 
-    def cut(self, held: LocalTensor) -> LocalTensor | None:
-        """Return the part of this checkpoint tensor that lies in a box of the module's tensor, or None if none does."""
-        if not is_torch(held.data):
-            raise TableError(f"tensor {held.name!r}: got a {type(held.data).__name__}, expected a torch tensor")
-        index: list[int | slice] = [selected - start for selected, start in zip(self.selected, held.start, strict=True)]
-        for dim, selected in enumerate(self.selected):
-            if selected >= 0 and not held.start[dim] <= selected < held.stop[dim]:
+    def cut(
+        self, held: LocalTensor, data: torch.Tensor, box_start: tuple[int, ...], box_stop: tuple[int, ...]
+    ) -> LocalTensor | None:
+        """Return the part of this checkpoint tensor that lies in a box of the module's tensor, or None if none does.
+
+        Parameters
+        ----------
+        held, data, box_start, box_stop
+            The rank's piece of the module's tensor, its data, and its box.
+        """
+        index: list[int | slice] = [0] * len(box_start)
+        for dim, selected in self._picks:
+            if not box_start[dim] <= selected < box_stop[dim]:
                 return None
-        start: list[int] = []
-        for axis in self.axes:
-            if axis.source_dim < 0:
-                start.append(0)
+            index[dim] = selected - box_start[dim]
+        start = [0] * len(self.axes)
+        for at, axis in enumerate(self.axes):
+            dim, step = axis.source_dim, axis.step
+            if dim < 0:
                 continue
-            box_start, box_stop = held.start[axis.source_dim], held.stop[axis.source_dim]
-            first = max(-((axis.start - box_start) // axis.step), 0)
-            last = min(-((axis.start - box_stop) // axis.step), axis.count)
+            first = max(-((axis.start - box_start[dim]) // step), 0)
+            last = min(-((axis.start - box_stop[dim]) // step), axis.count)
             if first >= last:
                 return None
-            low = axis.start + axis.step * first - box_start
-            index[axis.source_dim] = slice(low, low + axis.step * (last - first - 1) + 1, axis.step)
-            start.append(first)
-        data: torch.Tensor = held.data[tuple(index)]  # type: ignore[assignment]
-        kept = [dim for dim, selected in enumerate(self.selected) if selected < 0]
-        data = data.permute([kept.index(axis.source_dim) for axis in self.axes if axis.source_dim >= 0])
-        for dim, axis in enumerate(self.axes):
-            if axis.source_dim < 0:
-                data = data.unsqueeze(dim)
-        return LocalTensor(self.name, held.dtype, self.shape, tuple(start), data, held.replica_group, held.axes)
+            low = axis.start + step * first - box_start[dim]
+            index[dim] = slice(low, low + step * (last - first - 1) + 1, step)
+            start[at] = first
+        view = data[tuple(index)]
+        if self._order is not None:
+            view = view.permute(self._order)
+        for dim in self._new_dims:
+            view = view.unsqueeze(dim)
+        return LocalTensor(self.name, held.dtype, self.shape, tuple(start), view, held.replica_group, held.axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +256,11 @@ class CheckpointNames:
         for tensor in held:
             if tensor.name not in self.views:
                 raise TableError(f"tensor {tensor.name!r} is none of the {len(self.views)} tensors of the model")
-            found += [part for view in self.views[tensor.name] if (part := view.cut(tensor)) is not None]
+            data = tensor.data
+            if not is_torch(data):
+                raise TableError(f"tensor {tensor.name!r}: got a {type(data).__name__}, expected a torch tensor")
+            box = (cast("torch.Tensor", data), tensor.start, tensor.stop)
+            found += [part for view in self.views[tensor.name] if (part := view.cut(tensor, *box)) is not None]
         return found
 
 
