@@ -360,7 +360,9 @@ class AsyncRendezvous:
             identity=part.identity,
             plan_digest=limits.check_bytes("plan_digest", plan_digest, at_most=64),
             names_digest=digest,
-            allow_unconsumed=limits.check_names("allow_unconsumed", allow_unconsumed, at_least=0, at_most=4096),
+            allow_unconsumed=limits.check_names(
+                "allow_unconsumed", allow_unconsumed, at_least=0, at_most=limits.MAX_PATTERNS
+            ),
             wire_bytes=limits.check_int("wire_bytes", wire_bytes, at_least=0, at_most=2**62),
         )
         while True:

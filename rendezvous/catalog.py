@@ -6,9 +6,10 @@ content-addressed and change seldom, so the answer is remembered.
 
 from __future__ import annotations
 
+import asyncio
 import fnmatch
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from reshard.planner.cuts import Cuts
@@ -31,6 +32,7 @@ __all__ = ["BlobCatalog", "Lru", "ObjectCatalog", "parse_content"]
 K = TypeVar("K")
 V = TypeVar("V")
 Unconsumed = tuple[str, ...]
+_LARGE_ROWS = 100_000
 
 
 class Lru(Generic[K, V]):
@@ -161,7 +163,15 @@ class BlobCatalog(_Names):
         self._store = store
         self._tensors: Lru[bytes, TensorDict] = Lru(64)
         self._geometries: Lru[bytes, GeometryDict] = Lru(64)
+        self._large = asyncio.Lock()
         self._heads: Lru[bytes, tuple[int, bytes, bytes]] = Lru(4096)  # part: rows, tensors, geometries
+
+    async def _decode(self, n_rows: int, decode: Callable[[], V]) -> V:
+        """Decode; what is large in a thread, so that the loop goes on, and one at a time, so that memory is bounded."""
+        if n_rows < _LARGE_ROWS:
+            return decode()
+        async with self._large:
+            return await asyncio.to_thread(decode)
 
     async def missing(self, digests: Sequence[bytes]) -> list[bytes]:
         """Return those of `digests` that are not here."""
@@ -193,7 +203,8 @@ class BlobCatalog(_Names):
         message = _part(contents[part_digest])
         if (message.tensors_digest, message.geometries_digest) != (tensors_digest, geometries_digest):
             raise InvalidRequestError("part.tensors_digest", "the part names other dictionaries than its header")
-        part = part_from_message(message, tensors, geometries, part_digest)
+        dicts = (tensors, geometries)
+        part = await self._decode(message.n_rows, lambda: part_from_message(message, *dicts, part_digest))
         await self._store.put_blob(part_digest, _canonical(message))
         self._heads.put(part_digest, (len(part), tensors_digest, geometries_digest))
         return []
@@ -206,7 +217,9 @@ class BlobCatalog(_Names):
         if blob is None:
             return None
         message = _tensors(blob)
-        tensors = known or tensors_from_message(message, digest)
+        tensors = known
+        if tensors is None:
+            tensors = await self._decode(message.n_tensors, lambda: tensors_from_message(message, digest))
         if digest in contents:
             await self._store.put_blob(digest, _canonical(message))
         self._tensors.put(digest, tensors)
@@ -220,7 +233,9 @@ class BlobCatalog(_Names):
         if blob is None:
             return None
         message = _geometries(blob)
-        geometries = known or geometries_from_message(message, digest)
+        geometries = known
+        if geometries is None:
+            geometries = await self._decode(message.n_geometries, lambda: geometries_from_message(message, digest))
         if digest in contents:
             await self._store.put_blob(digest, _canonical(message))
         self._geometries.put(digest, geometries)

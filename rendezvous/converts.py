@@ -45,7 +45,7 @@ __all__ = [
     "tensors_to_message",
 ]
 
-_MAX_NAMES_BYTES = 1 << 30
+_MAX_NAMES_BYTES = 64 << 20
 _UNKNOWN = Holder("-")
 Bool = npt.NDArray[np.bool_]
 
@@ -77,6 +77,7 @@ def tensors_from_message(message: tables_pb.TensorDict, digest: bytes) -> Tensor
     n = limits.check_int("tensors.n_tensors", message.n_tensors, at_least=0, at_most=limits.MAX_ROWS)
     n_bytes = limits.check_int("tensors.names_bytes", message.names_bytes, at_least=0, at_most=_MAX_NAMES_BYTES)
     (lengths, dtype_code), dims = _unpack_dims("tensors", message, n, n_heads=2, per_dim=1)
+    dims.check_extents("tensors.shape", 0)
     names = decompress("tensors.names_frame", message.names_frame, n_bytes)
     offsets = np.zeros(n + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
@@ -106,6 +107,8 @@ def geometries_from_message(message: tables_pb.GeometryDict, digest: bytes) -> G
     """Decode a geometry dictionary and check its digest; errors as for tensors."""
     n = limits.check_int("geometries.n_geometries", message.n_geometries, at_least=0, at_most=limits.MAX_ROWS)
     _, dims = _unpack_dims("geometries", message, n, n_heads=0, per_dim=2)
+    dims.check_extents("geometries.start", 0)
+    dims.check_extents("geometries.extent", 1)
     starts = dims.padded(0, 0)
     stops = tuple(a + b for a, b in zip(starts, dims.padded(1, 1), strict=True))
     with _planner_says("geometries"):
@@ -242,6 +245,14 @@ class _Dims:
         self.rank = rank
         self._cells = cells
         self._masks = masks
+
+    def check_extents(self, field: str, which: int) -> None:
+        """Refuse values outside [0, 2^40]."""
+        for back, cells in enumerate(self._cells, 1):
+            low, high = int(cells[which].min()), int(cells[which].max())
+            if low < 0 or high > limits.MAX_DIM_ELEMS:
+                worst = low if low < 0 else high
+                raise InvalidRequestError(field, f"{worst} in dim -{back}, expected 0 to {limits.MAX_DIM_ELEMS}")
 
     def padded(self, which: int, pad: int) -> tuple[Int64, ...]:
         """The columns left-padded, first dim first."""

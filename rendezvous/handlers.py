@@ -48,7 +48,7 @@ class Handlers:
     def __init__(self, broker: Broker, catalog: BlobCatalog) -> None:
         self._broker = broker
         self._catalog = catalog
-        self._packed: Lru[str, _Packed] = Lru(16)
+        self._packed: Lru[str, _Packed] = Lru(64)
 
     async def register(self, request: pb.RegisterRequest) -> pb.RegisterResponse:
         """Record a process life."""

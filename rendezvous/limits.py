@@ -22,6 +22,7 @@ __all__ = [
     "MAX_MEMBERS",
     "MAX_MESSAGE_BYTES",
     "MAX_NAME_BYTES",
+    "MAX_PATTERNS",
     "MAX_RANK",
     "MAX_REGIONS",
     "MAX_ROOTS",
@@ -39,6 +40,7 @@ __all__ = [
     "check_int",
     "check_name",
     "check_names",
+    "check_patterns",
     "check_timeout",
     "check_ttl",
 ]
@@ -55,7 +57,8 @@ MAX_ENDPOINT_BYTES = 1 << 20  # one transport's endpoint message
 MAX_ENDPOINTS_BYTES = 2 << 20  # all of a worker's endpoint messages
 MAX_ROOTS = 4096  # replica groups and aliases of a slot
 MAX_ROOT_NAMES_BYTES = 512 << 10  # the names of a slot's replica groups and aliases together
-MAX_TABLE_BYTES = 1 << 30  # a dictionary or part, encoded, however many chunks it comes in
+MAX_PATTERNS = 256  # of names that a vote allows to go unconsumed
+MAX_TABLE_BYTES = 256 << 20  # a dictionary or part, encoded, however many chunks it comes in
 MAX_TOPOLOGY_BYTES = 1 << 30  # the unchanging part of a version's slots
 CHUNK_BYTES = 1 << 20  # data per message of a chunked stream
 MAX_MESSAGE_BYTES = 4 << 20  # one gRPC message; larger things travel in chunks
@@ -92,6 +95,11 @@ def check_names(field: str, values: Iterable[object], *, at_most: int, at_least:
         repeated = next(name for i, name in enumerate(checked) if name in checked[:i])
         raise InvalidRequestError(field, f"name {repeated!r} is given twice")
     return checked
+
+
+def check_patterns(field: str, values: Iterable[object]) -> tuple[str, ...]:
+    """``fnmatch`` patterns of names."""
+    return check_names(field, values, at_most=MAX_PATTERNS, at_least=0)
 
 
 def check_bytes(field: str, value: object, *, at_most: int, at_least: int = 0) -> bytes:

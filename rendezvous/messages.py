@@ -214,7 +214,9 @@ def vote_from_message(message: pb.VoteRequest) -> Vote:
         identity=limits.check_digest("identity", message.identity),
         plan_digest=limits.check_bytes("plan_digest", message.plan_digest, at_most=64),
         names_digest=limits.check_digest("names_digest", message.names_digest, empty_ok=not message.yes),
-        allow_unconsumed=limits.check_names("allow_unconsumed", message.allow_unconsumed, at_least=0, at_most=4096),
+        allow_unconsumed=limits.check_names(
+            "allow_unconsumed", message.allow_unconsumed, at_least=0, at_most=limits.MAX_PATTERNS
+        ),
         wire_bytes=limits.check_int("wire_bytes", message.wire_bytes, at_least=0, at_most=2**62),
     )
 
