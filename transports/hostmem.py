@@ -22,6 +22,7 @@ from reshard.transports.regions import Region
 PAGE_BYTES = mmap.PAGESIZE
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # MADV_*, since Linux 5.14
 _HUGE_BYTES = 2 << 20
+_ALWAYS_BYTES = 1 << 20  # not worth asking for
 
 
 def allocate_pages(nbytes: int) -> npt.NDArray[np.uint8]:
@@ -37,8 +38,7 @@ def allocate_pages(nbytes: int) -> npt.NDArray[np.uint8]:
     RegistrationError
         If the system has no such memory.
     """
-    if nbytes < 0:
-        raise RegistrationError(f"allocate: got {nbytes} bytes, expected at least 0")
+    check_available(nbytes)
     try:
         pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
@@ -49,6 +49,37 @@ def allocate_pages(nbytes: int) -> npt.NDArray[np.uint8]:
     array = np.frombuffer(pages, np.uint8)
     array[::PAGE_BYTES] = 0
     return array[:nbytes]
+
+
+def available_bytes() -> int:
+    """Return how much host memory could be allocated now, as far as the system and the control group tell."""
+    available = 1 << 62
+    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/meminfo") as file:
+        line = next((line for line in file if line.startswith("MemAvailable:")), "")
+        available = int(line.split()[1]) << 10
+    with contextlib.suppress(OSError, ValueError):  # "max", or not the second version
+        limit, used = (int(_read(f"/sys/fs/cgroup/memory.{name}")) for name in ("max", "current"))
+        available = min(available, max(limit - used, 0))
+    return available
+
+
+def check_available(nbytes: int) -> None:
+    """Refuse what would only be found missing page by page, by the system's killer.
+
+    Raises
+    ------
+    RegistrationError
+        If ``nbytes`` is negative or exceeds `available_bytes`.
+    """
+    if nbytes < 0:
+        raise RegistrationError(f"allocate: got {nbytes} bytes, expected at least 0")
+    if nbytes > _ALWAYS_BYTES and nbytes > (free := available_bytes()):
+        raise RegistrationError(f"allocate: no {nbytes} bytes of host memory: {free} are available")
+
+
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
 
 
 def allocate_host(nbytes: int) -> Allocation:

@@ -66,7 +66,7 @@ class Ledger:
                     entry = self._entries[key] = Entry(region, self._register(region))
                 entry.registrations += 1
                 added.append(entry)
-                self._table = None
+                self._invalidate()
         except BaseException:
             self.remove(added)
             raise
@@ -78,7 +78,7 @@ class Ledger:
         for entry in entries:
             entry.registrations -= 1
         if any(not entry.registrations for entry in entries):
-            self._table = None
+            self._invalidate()
             self.generation += 1
             self._withdrawn(self.generation)
             for entry in entries:
@@ -106,6 +106,9 @@ class Ledger:
         for entry in entries:
             entry.uses -= 1
             self._drop_if_idle(entry)
+
+    def _invalidate(self) -> None:
+        self._table, self._listed = None, []  # a stale list would keep withdrawn memory alive
 
     def _tabulate(self) -> tuple[RegionTable, list[Entry]]:
         if self._table is None:

@@ -65,6 +65,7 @@ class ListRegistration:
     def close(self) -> None:
         """Withdraw what no other registration shares."""
         entries, self._entries = self._entries, []
+        self.regions = ()
         self._owner.withdraw(entries)
 
 

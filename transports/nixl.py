@@ -187,9 +187,11 @@ class NixlTransport(CommonTransport):
     def _read(self) -> Agent:
         with self._lock:
             if self._reading is None:
+                # Only an agent that listens itself has the thread that fetches metadata.
+                port = _free_port() if self._listener is not None else 0
                 agent = Agent(
                     f"{self._agent_name(self.incarnation)}-r{self._epoch}",
-                    AgentSettings(self._backend, self._options, False, 0, self._telemetry),
+                    AgentSettings(self._backend, self._options, False, port, self._telemetry),
                 )
                 for entry in self._ledger.all_entries():
                     agent.register(entry.region)
