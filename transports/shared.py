@@ -23,15 +23,6 @@ from reshard.transports.hostmem import check_available, populate
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def available_bytes() -> int:
-    """Bytes that the kernel says new allocations can have without swapping (``MemAvailable`` of proc_meminfo(5))."""
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise RegistrationError("/proc/meminfo has no MemAvailable line")
-
-
 class SharedPages:
     """An anonymous file, mapped; the descriptor is closed with the last reference.
 
@@ -58,6 +49,9 @@ class SharedPages:
         except (OSError, OverflowError, ValueError) as error:
             os.close(fd)
             raise RegistrationError(f"allocate: no {nbytes} bytes of shared memory: {error}") from error
+        except BaseException:
+            os.close(fd)
+            raise
         self.fd = fd
         self.nbytes = nbytes
         weakref.finalize(self, os.close, fd)
