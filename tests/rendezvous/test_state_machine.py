@@ -29,6 +29,7 @@ from hypothesis.stateful import (
 
 from reshard.rendezvous import codec, state, sweeping, transactions
 from reshard.rendezvous.errors import (
+    AbortedError,
     EqualityError,
     InvalidRequestError,
     LeaseError,
@@ -58,6 +59,7 @@ FINAL = {Decision.COMMIT, Decision.ABORT, Decision.SERVE, Decision.QUARANTINE}
 class ShadowWorker:
     role: str
     name: str
+    registered_at: float
     expires_at: float
 
 
@@ -79,6 +81,7 @@ class ShadowLease:
 
 @dataclasses.dataclass
 class ShadowTransaction:
+    id: str
     uid: str
     group: str
     seq: int
@@ -90,6 +93,7 @@ class ShadowTransaction:
     installed: dict[str, bool] = dataclasses.field(default_factory=dict)
     decision: Decision = OPEN
     outcome: Decision = OPEN
+    decided_at: float = 0.0
 
 
 def identifier(number: int) -> str:
@@ -173,7 +177,7 @@ class RendezvousMachine(RuleBasedStateMachine):
         info = WorkerInfo(role, MODEL, f"host-{name}", name)
         for _ in range(2):  # a repeated call is the same call
             self.run(lambda view: state.register(view, worker_id, info, TTL_S))
-        self.workers[worker_id] = ShadowWorker(role, name, self.now + TTL_S)
+        self.workers[worker_id] = ShadowWorker(role, name, self.now, self.now + TTL_S)
 
     @rule(data=st.data())
     def beat(self, data) -> None:
@@ -497,15 +501,20 @@ class RendezvousMachine(RuleBasedStateMachine):
         return None
 
     def settle(self, txn: ShadowTransaction) -> None:
+        """Let time decide, in the shadow and, by asking, in the record."""
         over = txn.deadline <= self.now or not all(map(self.alive, txn.joined.values()))
         if over and txn.decision is OPEN:
             self.decide(txn, Decision.ABORT)
         elif over and txn.decision is Decision.COMMIT and txn.outcome is OPEN:
             txn.outcome = Decision.QUARANTINE
+        else:
+            return
+        self.check_facts(txn, self.run(lambda view: transactions.ask(view, txn.id)))
 
     def decide(self, txn: ShadowTransaction, verdict: Decision) -> None:
         assert txn.decision is OPEN
         txn.decision = verdict
+        txn.decided_at = self.now
         txn.deadline = self.now + TRANSACTION_S
 
     @rule(
@@ -535,7 +544,16 @@ class RendezvousMachine(RuleBasedStateMachine):
             self.check_refused_join(wish, open_txn, error)
             return
         assert self.alive(worker_id)
-        if isinstance(answer, Pending):
+        if open_txn is not None and open_txn[1].decision is OPEN and open_txn[1].uid not in self.offered():
+            self.decide(open_txn[1], Decision.ABORT)  # nobody can join it any more
+            self.check_facts(open_txn[1], self.run(lambda view: transactions.ask(view, open_txn[0])))
+            open_txn = None
+        missed = None if open_txn is not None else self.missed_abort(wish)
+        assert isinstance(answer, AbortedError) is (missed is not None), answer
+        if missed is not None:
+            assert missed.id in str(answer)
+            self.last_joined[group, member] = self.sequences[group]  # it is told once
+        elif isinstance(answer, Pending):
             self.check_pending_join(wish, open_txn)
         else:
             self.check_granted_join(wish, open_txn, answer)
@@ -564,14 +582,19 @@ class RendezvousMachine(RuleBasedStateMachine):
                 assert version.status in ("gone", "refused", "closed") or (version.status == "ready" and lost), error
                 assert isinstance(error, EqualityError) is (version.status == "refused")
 
+    def missed_abort(self, wish: Join) -> ShadowTransaction | None:
+        """The group's last transaction, if it was aborted while this process was on its way to it."""
+        *_, last = [None, *(txn for txn in self.transactions.values() if txn.group == wish.group)]
+        if last is None or last.decision is not Decision.ABORT or self.now >= last.deadline:
+            return None
+        late = self.last_joined.get((wish.group, wish.member), 0) < last.seq
+        return last if late and self.workers[wish.worker_id].registered_at <= last.decided_at else None
+
     def check_pending_join(self, wish: Join, open_txn) -> None:
-        if open_txn is not None and open_txn[1].decision is Decision.COMMIT:
-            return
-        if open_txn is not None:
-            # It was joinable no longer, and was aborted; then there was nothing else to offer.
-            assert open_txn[1].uid not in self.offered()
-            self.decide(open_txn[1], Decision.ABORT)
-        assert not self.candidates(wish), "a complete version was there and was not offered"
+        if open_txn is None:
+            assert not self.candidates(wish), "a complete version was there and was not offered"
+        else:
+            assert open_txn[1].decision is Decision.COMMIT
 
     def candidates(self, wish: Join) -> list[tuple[int, int]]:
         keys = [version.key for version in self.offered().values()]
@@ -596,14 +619,12 @@ class RendezvousMachine(RuleBasedStateMachine):
             assert txn.uid == uid
             assert wish.member not in txn.votes
         else:
-            if open_txn is not None:
-                assert open_txn[1].decision is OPEN
-                assert open_txn[1].uid not in offered
-                self.decide(open_txn[1], Decision.ABORT)
+            assert open_txn is None
             assert answer.transaction == wish.new_transaction
             assert version.key == max(self.candidates(wish)), "not the newest that was asked for"
             self.sequences[wish.group] += 1
-            txn = ShadowTransaction(uid, wish.group, self.sequences[wish.group], wish.members, self.now + TRANSACTION_S)
+            seq, deadline = self.sequences[wish.group], self.now + TRANSACTION_S
+            txn = ShadowTransaction(answer.transaction, uid, wish.group, seq, wish.members, deadline)
             self.transactions[answer.transaction] = txn
         assert txn.joined.setdefault(wish.member, wish.worker_id) == wish.worker_id
         assert txn.leases.setdefault(wish.member, answer.lease_id) == answer.lease_id
@@ -830,15 +851,18 @@ class RedisMachine(RendezvousMachine):
         self.loop = asyncio.new_event_loop()
         self.redis = redis.Redis.from_url(self.url)
         self.redis.flushall()
-        self.stores = [self.loop.run_until_complete(RedisStore.open(self.url)) for _ in range(2)]
+        self.stores = [self.wait(RedisStore.open(self.url)) for _ in range(2)]
         self.turns = itertools.cycle([0, 0, 1, 0, 1, 1])
+
+    def wait(self, call):
+        return self.loop.run_until_complete(asyncio.wait_for(call, 20.0))
 
     def run(self, transition):
         def at_shadow_time(view):
             view.now = self.now
             return transition(view)
 
-        return self.loop.run_until_complete(self.stores[next(self.turns)].run(at_shadow_time)).value
+        return self.wait(self.stores[next(self.turns)].run(at_shadow_time)).value
 
     def snapshot(self) -> dict:
         prefix = "{reshard}:record:"
@@ -852,12 +876,12 @@ class RedisMachine(RendezvousMachine):
 
     @rule(number=st.integers(0, 1))
     def restart_server(self, number: int) -> None:
-        self.loop.run_until_complete(self.stores[number].close())
-        self.stores[number] = self.loop.run_until_complete(RedisStore.open(self.url))
+        self.wait(self.stores[number].close())
+        self.stores[number] = self.wait(RedisStore.open(self.url))
 
     def teardown(self) -> None:
         for store in self.stores:
-            self.loop.run_until_complete(store.close())
+            self.wait(store.close())
         self.loop.close()
         self.redis.close()
 
