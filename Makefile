@@ -10,6 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
 REFIT_ARGS ?=
+BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
 
@@ -53,7 +54,19 @@ test-slow: $(VENV)/.dev ## the slow matrices and fault runs, which CI runs too
 
 .PHONY: nightly
 nightly: $(VENV)/.dev ## every property test with thousands of examples
-	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "not vllm" --timeout=1800 $(PYTEST_ARGS)
+	RESHARD_HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "not vllm" --timeout=7200 $(PYTEST_ARGS)
+
+# The ancestor wants an older protobuf than ours, so benchmarks beside it have an environment of their own.
+$(VENV)-bench/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-bench
+	$(VENV)-bench/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
+	$(VENV)-bench/bin/python -m pip install --quiet --disable-pip-version-check numpy grpcio 'protobuf>=5.27.2,<7' huggingface_hub
+	$(VENV)-bench/bin/python -m pip install --quiet --disable-pip-version-check --no-deps modelexpress==0.7.0 -e .
+	@touch $@
+
+.PHONY: bench-planner
+bench-planner: $(VENV)-bench/.ready ## the planner beside its ancestor, into benchmarks/RESULTS.md (an hour; BENCH_ARGS="--ancestor-reps 1" for less)
+	$(VENV)-bench/bin/python -m benchmarks.planner $(BENCH_ARGS)
 
 .PHONY: lint
 lint: $(VENV)/.dev ## ruff, format check, and that nothing generated is stale
