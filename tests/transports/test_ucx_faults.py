@@ -26,6 +26,7 @@ from reshard.transports import (
 )
 from reshard.transports.ucx import UcxTransport
 from reshard.transports.ucx.payload import decode_address, encode_address
+from reshard.transports.ucx.requests import N_CHUNKS
 
 pytest.importorskip("cffi", reason="the ucx backend needs cffi")
 if reason := UcxTransport.probe():
@@ -253,6 +254,18 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def test_lists_of_one_peer_in_flight_together(reader, target, start, path):
+    """Each has its own gate: one that is asked twice at once would lose its requests, and the lane stall for ever."""
+    with start() as peer:
+        connected = reader.connect(peer.endpoint, timeout_s=10, name="peer")
+        here, there = rows(target.region.address, NBYTES, 1 << 18), rows(peer.address, NBYTES, 1 << 18)
+        lists = [reader.prepare(connected, here[at::4], there[at::4]) for at in range(4)]
+        for _ in range(20):
+            read(reader, lists, timeout_s=10)
+        assert np.array_equal(target.array, peer.content())
+        assert connected.native.lane._ring.n_free == N_CHUNKS
 
 
 def test_an_idle_server_sleeps(reader, target, start, path):

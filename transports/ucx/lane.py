@@ -78,9 +78,16 @@ class Gets:
             self.single = (at, n, of, memh, rkey, kind)
 
     def rewind(self) -> None:
-        """Make it ready to be driven (again); nothing of it may be in flight."""
+        """Make it ready to be driven again.
+
+        Raises
+        ------
+        TransferError
+            If a part of it is in flight.
+        """
+        if self.chunks:
+            raise TransferError(f"{len(self.chunks)} chunks of these gets are in flight already")
         self.next = 0
-        self.chunks.clear()
 
     def post_next(self, ring: RequestRing, endpoint: int) -> None:
         """Post the next chunk; the ring must have a free one."""

@@ -28,7 +28,7 @@ from reshard.transports.errors import (
     TransportError,
     TransportUnavailableError,
 )
-from reshard.transports.hostmem import allocate_pages
+from reshard.transports.hostmem import PAGE_BYTES, allocate_pages
 from reshard.transports.identity import ProcessIdentity
 from reshard.transports.ledger import Entry
 from reshard.transports.lists import ConnectedPeer, Work
@@ -48,8 +48,8 @@ _log = logging.getLogger(__name__)
 _BUSY_S = 0.004
 _IDLE_S = 0.001
 
-_LEFT: list[UcxTransport] = []
-"""Closed transports whose worker could not be destroyed: what UCX may touch is never freed."""
+_LEFT: list[UcxTransport | UcxPeer] = []
+"""What was closed while its worker could not be destroyed: what UCX may touch is never freed."""
 
 
 class UcxTransport(CommonTransport):
@@ -147,12 +147,14 @@ class UcxTransport(CommonTransport):
         address = decode_address(peer.endpoint.payload, len(peer.endpoint.regions))
         address.process.check(peer.name)  # sees on one host, before UCX is asked, what UCX does not see at all
         native = UcxPeer(self._context, peer, address, deadline)
+        gate = native.gate()
         try:
-            through = native.gate.post()
+            through = gate.post()
             while not through:
                 if time.monotonic() >= deadline:
                     raise TransferTimeoutError(f"peer {peer.name!r} did not answer before the deadline", peer=peer.name)
-                through = native.gate.poll()
+                through = gate.poll()
+            gate.close()
             if emulated(native.lane.transports()):
                 _log.info(
                     "reads from peer %r are a software emulation by its process, over %s",
@@ -179,7 +181,7 @@ class UcxTransport(CommonTransport):
         return not any(lane.stuck for lane in lanes)
 
     def _gate(self, peer: ConnectedPeer) -> Slice:
-        return cast(UcxPeer, peer.native).gate
+        return cast(UcxPeer, peer.native).gate()
 
     def _build(self, peer: ConnectedPeer, work: Work) -> list[Slice]:
         native = cast(UcxPeer, peer.native)
@@ -228,7 +230,8 @@ class GetSlice:
 
     def post(self) -> bool:
         """Start, and work on it for a bounded time; see `Slice.post`."""
-        self._gets.rewind()
+        if self._lane.alive:
+            self._gets.rewind()
         return self._lane.drive(self._gets, _BUSY_S, 0.0)
 
     def poll(self) -> bool:
@@ -240,16 +243,16 @@ class GetSlice:
 
 
 class BeaconGate(GetSlice):
-    """Fetches the peer's beacon and compares it with its endpoint message."""
+    """Fetches the peer's beacon and compares it with its endpoint message; each list has one of its own."""
 
-    __slots__ = ("_endpoint", "_healthy", "_image", "_name")
+    __slots__ = ("_endpoint", "_healthy", "_image", "_peer")
 
-    def __init__(self, lane: Lane, gets: Gets, image: npt.NDArray[np.uint8], endpoint: Endpoint, name: str) -> None:
-        super().__init__(lane, gets)
-        self._image = image
-        self._healthy = beacon_image(endpoint)
+    def __init__(self, peer: UcxPeer, endpoint: Endpoint, image: npt.NDArray[np.uint8], gets: Gets) -> None:
+        super().__init__(peer.lane, gets)
+        self._peer = peer
         self._endpoint = endpoint
-        self._name = name
+        self._healthy = beacon_image(endpoint)
+        self._image = image
 
     def post(self) -> bool:
         """Ask; see `Slice.post`."""
@@ -259,46 +262,68 @@ class BeaconGate(GetSlice):
         """See `Slice.poll`; raises `PeerError` if the peer is not as its endpoint says."""
         return self._checked(super().poll)
 
+    def close(self) -> None:
+        """Give the image back, unless it may still be written."""
+        if not self._gets.chunks:
+            self._peer.return_image(self._image)
+
     def _checked(self, drive: Callable[[], bool]) -> bool:
+        name = self._lane.peer
         try:
             here = drive()
         except TransferError as error:
-            raise PeerError(f"peer {self._name!r} does not serve any more: {error}", peer=self._name) from error
+            raise PeerError(f"peer {name!r} does not serve any more: {error}", peer=name) from error
         if here and not self._image.tobytes().startswith(self._healthy):
-            check_beacon(self._image, self._endpoint, self._name)
+            check_beacon(self._image, self._endpoint, name)
         return here
 
 
 class UcxPeer:
-    """A native connection: the lane, the regions' keys as far as they were needed, and room for a beacon."""
+    """A native connection: the lane, the regions' keys as far as they were needed, and room for images of the beacon.
+
+    Raises
+    ------
+    PeerError
+        If the peer is gone or another process has taken its place.
+    TransferTimeoutError
+        If it does not say who it is before ``deadline``.
+    """
 
     def __init__(self, context: Context, peer: ConnectedPeer, address: UcxAddress, deadline: float) -> None:
         self._context = context
+        self._endpoint = peer.endpoint
         self._packed = address.keys
         self._keys = np.zeros(len(address.keys), np.uint64)
-        self._image = allocate_pages(BEACON_BYTES)
-        self._image_map: MappedMemory | None = None
-        self._lane: Lane | None = None
+        self._beacon = address.beacon_address
+        self._images: list[npt.NDArray[np.uint8]] = []
+        self._pages: dict[int, tuple[npt.NDArray[np.uint8], MappedMemory]] = {}
+        self.lane = Lane(context, peer.name, address.worker, address.process)
         try:
-            image_map = self._image_map = context.map(Region.of(self._image))
-            self.lane = self._lane = Lane(context, peer.name, address.worker, address.process)
             if self.lane.identify(deadline) != peer.endpoint.incarnation:
                 raise PeerError(
                     f"peer {peer.name!r} is not there any more: another process has taken its address", peer=peer.name
                 )
-            key = self.lane.unpack(address.beacon_key)
+            self._beacon_key = self.lane.unpack(address.beacon_key)
         except BaseException:
             self.close()
             raise
-        gets = Gets(
-            _one(int(self._image.ctypes.data)),
-            _one(BEACON_BYTES),
-            _one(address.beacon_address),
-            _one(image_map.handle),
-            _one(key),
-            np.array([MEMORY_TYPES["dram"]], np.int32),
-        )
-        self.gate = BeaconGate(self.lane, gets, self._image, peer.endpoint, peer.name)
+
+    def gate(self) -> BeaconGate:
+        """Return a gate for one list."""
+        if not self._images:
+            page = allocate_pages(PAGE_BYTES)
+            self._pages[_page(page)] = page, self._context.map(Region.of(page))
+            self._images += list(page.reshape(-1, BEACON_BYTES))
+        image = self._images.pop()
+        memory = self._pages[_page(image)][1]
+        columns = (int(image.ctypes.data), BEACON_BYTES, self._beacon, memory.handle, self._beacon_key)
+        at, nbytes, remote, memh, key = (np.array([value], np.uint64) for value in columns)
+        gets = Gets(at, nbytes, remote, memh, key, np.array([MEMORY_TYPES["dram"]], np.int32))
+        return BeaconGate(self, self._endpoint, image, gets)
+
+    def return_image(self, image: npt.NDArray[np.uint8]) -> None:
+        """Take back what a gate had."""
+        self._images.append(image)
 
     def keys(self, region: npt.NDArray[np.intp]) -> U64:
         """Return the unpacked key of each row's region, shape as ``region``."""
@@ -308,16 +333,19 @@ class UcxPeer:
         return self._keys[region]
 
     def close(self) -> None:
-        """Disconnect; on return nothing of it writes any more. Idempotent."""
-        if self._lane is not None:
-            self._lane.close()
-        image_map, self._image_map = self._image_map, None
-        if image_map is not None:
-            self._context.unmap(image_map)
+        """Disconnect; on return nothing of it writes any more, or the lane is stuck. Idempotent."""
+        self.lane.close()
+        if self.lane.stuck:
+            _LEFT.append(self)
+            return
+        for _, mapped in self._pages.values():
+            self._context.unmap(mapped)
+        self._pages.clear()
+        self._images.clear()
 
 
-def _one(value: int) -> U64:
-    return np.array([value], np.uint64)
+def _page(array: npt.NDArray[np.uint8]) -> int:
+    return int(array.ctypes.data) // PAGE_BYTES
 
 
 def _handles(entries: list[Entry]) -> U64:
