@@ -14,7 +14,8 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
 from reshard.planner.errors import ReshardError, require
 
@@ -150,12 +151,18 @@ def _demo(
         keep=keep,
         timeout_s=timeout_s,
     )
+    signal.signal(signal.SIGTERM, _exit_on_signal)
     console = Console()
     with progress_bar(console) as progress:
         report = run_demo(settings, progress)
     print_report(report, console)
     if json_file is not None:
         json_file.write_text(json.dumps(as_json(report), indent=2) + "\n")
+
+
+def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
+    """Leave through the `finally` clauses, so that a run that is told to end removes its files too."""
+    sys.exit(128 + number)
 
 
 def _serve(options: ServeOptions) -> None:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -122,6 +123,10 @@ def run_demo(settings: DemoSettings, progress: Progress) -> DemoReport:
     DemoError
         If a process failed, or if any byte or token differs.
     """
+    if sys.platform != "linux":
+        raise DemoError(
+            f"the demo runs on Linux: it forks, and ties its processes together as Linux does; this is {sys.platform}"
+        )
     if settings.transport != "auto" and (reason := probe(settings.transport)):
         raise DemoError(f"--transport {settings.transport}: {reason}")
     with settings.work_folder() as folder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +127,37 @@ def test_a_killed_trainer(tmp_path: Path, transport: str) -> None:
         assert "trainer-2" in line
     assert "inference-0, inference-1: the weights of step 0 still serve, bit for bit" in done.stderr
     assert not (tmp_path / "report.json").exists()
+
+
+@needs_packages
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    """Neither processes nor temporary files, and no trace on the screen."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", MAIN, "demo", "--transport", "memory"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step 0: publishing"):
+                break
+        folder = next(tmp_path.glob("reshard-demo-*"))
+        assert len(processes_of(folder)) >= 8
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode not in (0, -number), errors
+        assert "Traceback" not in errors
+        assert processes_of(folder) == []
+        assert list(tmp_path.glob("reshard-demo-*")) == []
+    finally:
+        process.kill()
+        process.wait(20)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("typer") is None, reason="the command line needs typer")
