@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 
 _SLOW_MACHINES = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
-settings.register_profile("dev", max_examples=100, deadline=None, suppress_health_check=_SLOW_MACHINES)
+settings.register_profile("dev", max_examples=60, deadline=None, suppress_health_check=_SLOW_MACHINES)
 settings.register_profile(
     "ci",
     max_examples=200,

@@ -311,7 +311,7 @@ def read_table(scenario: Scenario) -> ReadTable:
 
 @st.composite
 def layered_scenarios(draw: st.DrawFn) -> Scenario:
-    """Many tensors of few shapes, sharded alike but for some: what planning by class is for, and where it can go wrong.
+    """Many tensors of few shapes, sharded alike but for some: what planning by class is for, and where it may err.
 
     Layers share shape, dtype, sharding and requests; then single layers are re-cut, move to other holders, lose or gain a
     replica, are read by another view, or lie in another order in memory.
@@ -363,7 +363,7 @@ def layered_scenarios(draw: st.DrawFn) -> Scenario:
 
 
 @st.composite
-def two_layout_scenarios(draw: st.DrawFn) -> Scenario:
+def two_layout_scenarios(draw: st.DrawFn, *, replicas: bool = True) -> Scenario:
     """Tensors published in two layouts that claim equal content, each perhaps with gaps that the other fills."""
     scenario = Scenario()
     names = {"old": ["old-0", "old-1"], "new": ["new-0", "new-1", "new-2"]}
@@ -377,9 +377,12 @@ def two_layout_scenarios(draw: st.DrawFn) -> Scenario:
             boxes = draw(shardings(shape))
             if draw(st.booleans()):
                 boxes = draw(st.lists(st.sampled_from(boxes), unique=True, max_size=len(boxes)))
+            replicated = replicas and draw(st.booleans())
             for start, stop in boxes:
-                holder = draw(st.sampled_from(holders))
-                rows.append(RefShard(holder, tensor.name, start, stop, 0, 0, -1, layout, "step-7"))
+                n_holders = draw(st.integers(1, 2)) if replicated else 1
+                for holder in draw(st.permutations(holders))[:n_holders]:
+                    group = 4 if replicated else -1
+                    rows.append(RefShard(holder, tensor.name, start, stop, 0, 0, group, layout, "step-7"))
     for row in rows:
         sizes = region_bytes[row.holder]
         extents = [b - a for a, b in zip(row.start, row.stop, strict=True)]

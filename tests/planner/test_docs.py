@@ -97,9 +97,11 @@ def test_the_shown_transport_serves_nothing_outside_a_region() -> None:
     listener.settimeout(20)
     thread = threading.Thread(target=module.serve, args=([np.zeros(8, np.uint8)], listener), daemon=True)
     thread.start()
-    with socket.create_connection(listener.getsockname(), 20) as peer:
-        with pytest.raises(ConnectionError, match="hung up with 4 bytes"):
-            module.fetch(peer, 0, 6, np.zeros(4, np.uint8))
+    with (
+        socket.create_connection(listener.getsockname(), 20) as peer,
+        pytest.raises(ConnectionError, match="hung up with 4 bytes"),
+    ):
+        module.fetch(peer, 0, 6, np.zeros(4, np.uint8))
     thread.join(20)
     listener.close()
     assert not thread.is_alive()

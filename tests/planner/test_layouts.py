@@ -44,7 +44,7 @@ def test_claimed_layouts_fill_each_others_gaps_and_nothing_is_read_twice(
     assert made.economics.useful_bytes == totals(scenario).written
 
 
-@given(two_layout_scenarios(), st.sampled_from(["no claim", "claims differ", "one layout"]))
+@given(two_layout_scenarios(replicas=False), st.sampled_from(["no claim", "claims differ", "one layout"]))
 def test_overlap_without_a_claim_is_refused(scenario: Scenario, how: str) -> None:
     change = {
         "no claim": lambda s: dataclasses.replace(s, claim=""),
