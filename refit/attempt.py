@@ -156,11 +156,11 @@ class Attempt:
                 if r.install_mode == "shadow":
                     self._load(manifest, planned)
                 else:
-                    r.require_trusted(planned)
-                    r.pause_engine()
+                    r.bench.require_trusted(planned, quarantined=r.state == "quarantined")
+                    r.bench.pause_engine()
             except TransportError as error:
                 bad = failed_peers(error) & {slot.slot for slot in manifest.slots}
-                r.drop(bad)
+                r.bench.drop(bad)
                 if not bad or bad <= self._without:
                     raise
                 self._without |= bad
@@ -176,19 +176,19 @@ class Attempt:
 
     def _prepare(self, manifest: Manifest) -> Planned:
         r, clock = self._receiver, self._clock
-        planned, fresh = r.plan_for(manifest, self._only, clock, self._deadline, without=self._without)
+        planned, fresh = r.bench.plan_for(manifest, self._only, clock, self._deadline, without=self._without)
         self._planned = planned
         clock.enter("certify")
-        self._discovery = r.discovery(manifest, planned, fresh, clock.seconds.get("discover", 0.0))
+        self._discovery = r.bench.discovery(manifest, planned, fresh, clock.seconds.get("discover", 0.0))
         if fresh:
-            r.adopt(planned)
+            r.bench.adopt(planned)
         if self.machine.stage is RefitStage.CREATED:
             self.machine.advance(RefitStage.PREFLIGHTED)
         clock.enter("connect")
         records = [manifest.slot(h.name) for h in planned.plan.holders]
         dialled = r.reader.links.ensure(records, self._deadline)
         clock.enter("allocate")
-        r.allocate()
+        r.bench.allocate()
         self._cold |= fresh or bool(dialled) or r.reader.new_registrations != self._before
         return planned
 
@@ -211,12 +211,13 @@ class Attempt:
     def _load(self, manifest: Manifest, planned: Planned) -> None:
         r = self._receiver
         shadow = r.reader.shadow()
-        r.seed(planned, shadow.buffers)
+        r.bench.about_to_overwrite(shadow, self._deadline)
+        r.bench.seed(planned, shadow.buffers, quarantined=r.state == "quarantined")
         self._loaded = read_plan(
             self._reading(manifest),
             r.reader,
             planned.plan,
-            r.checks,
+            r.bench.checks,
             manifest,
             self._deadline,
             without=self._without,
@@ -226,7 +227,7 @@ class Attempt:
         self._without |= self._loaded.lost
         if planned.captured.materialised:
             self._clock.enter("load")
-            r.run_loader(planned, shadow.buffers)
+            r.bench.run_loader(planned, shadow.buffers)
 
     def _release(self) -> None:
         self._clock.enter("release")
@@ -241,12 +242,12 @@ class Attempt:
         self._clock.stop()
         self.machine.fail()
         if isinstance(error, TransportError):
-            r.drop(failed_peers(error))
+            r.bench.drop(failed_peers(error))
         if r.one_shot:
             r.reader.links.close()
         if self._keeper is not None:
             self._keeper.release()
-        r.resume_engine()
+        r.bench.resume_engine()
         if self._manifest is not None:
             self._agreement(self._manifest).no(error, self._deadline.left_s)
         self._emit_stages("aborted")
@@ -286,7 +287,7 @@ class Attempt:
         if facts.decision is Decision.ABORT:
             self.machine.fail()
             self._release()
-            r.resume_engine()
+            r.bench.resume_engine()
             r.restore_state()
             self._emit_stages("aborted")
             reason = facts.reason or "no reason given"
@@ -301,11 +302,11 @@ class Attempt:
         try:
             self._clock.enter("install")
             if r.install_mode == "shadow":
-                r.install(planned)
+                r.bench.install(again=not r.one_shot)
             else:
                 self._stream(manifest, planned, deadline)
             self._clock.enter("check")
-            r.check_installed()
+            r.bench.check_installed()
             self.machine.advance(RefitStage.VERIFIED)
         except BaseException as error:
             self._failed_install(manifest, error, deadline)
@@ -320,8 +321,8 @@ class Attempt:
     def _stream(self, manifest: Manifest, planned: Planned, deadline: Deadline) -> None:
         """Read, verify and write part after part, under the lease."""
         r = self._receiver
-        for part in r.stream_parts(planned):
-            part.seed(r.stream_engine())
+        for part in r.bench.stream_parts():
+            part.seed(r.bench.stream_engine())
             loaded = read_plan(
                 self._reading(manifest),
                 part.reader,
@@ -336,7 +337,7 @@ class Attempt:
             self._without |= loaded.lost
             self._loaded.add(loaded)
             self._clock.enter("install")
-            part.write(r.stream_engine())
+            part.write(r.bench.stream_engine())
         self._release()
 
     def _failed_install(self, manifest: Manifest, error: BaseException, deadline: Deadline) -> None:
@@ -345,7 +346,7 @@ class Attempt:
         self.machine.fail()
         r.set_state("quarantined", None)
         if isinstance(error, TransportError):
-            r.drop(failed_peers(error))
+            r.bench.drop(failed_peers(error))
         if self._keeper is not None:
             self._keeper.release()
         self._agreement(manifest).installed(error, deadline.left_s)
@@ -360,7 +361,7 @@ class Attempt:
         r = self._receiver
         if facts.outcome is Decision.SERVE:
             self.machine.advance(RefitStage.PUBLISHED)
-            r.resume_engine()
+            r.bench.resume_engine()
             r.set_state("serving", manifest.version)
             self._emit_stages("served")
             return
@@ -408,7 +409,11 @@ class Attempt:
         plan, staged = planned.plan, planned.materialised_bytes
         shadow = int(plan.buffer_bytes.sum()) - staged
         return MemoryLedger(
-            planned.coverage.engine_bytes, shadow, plan.staging_bytes, staged, self._receiver.stream_budget(planned)
+            planned.coverage.engine_bytes,
+            shadow,
+            plan.staging_bytes,
+            staged,
+            self._receiver.bench.stream_budget(planned),
         )
 
     def _emit_stages(self, outcome: str) -> None:

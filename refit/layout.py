@@ -33,7 +33,7 @@ from reshard.refit.tensors import LocalTensor, is_torch
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ALIGN_BYTES", "Cuts", "PackedLayout", "WireRule", "build_layout", "signature_of"]
+__all__ = ["ALIGN_BYTES", "Cuts", "PackedLayout", "WireRule", "build_layout", "replica_groups", "signature_of"]
 
 U8 = npt.NDArray[np.uint8]
 U64 = npt.NDArray[np.uint64]
@@ -209,7 +209,7 @@ def build_layout(
     # The grid does not depend on region sizes, so it is taken from a first part that has the data region only.
     grid = CellGrid.of(ShardPart.from_shards(holder, shards, [end], layout, claim))
     part = ShardPart.from_shards(holder, shards, [end, *extra_regions(len(grid))], layout, claim)
-    return PackedLayout(part, grid, end, tuple(targets), tuple(wire), _replica_groups(part, grid))
+    return PackedLayout(part, grid, end, tuple(targets), tuple(wire), replica_groups(part, grid))
 
 
 def _boxes(tensor: LocalTensor, cuts: Sequence[Sequence[int]] | None) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -223,7 +223,8 @@ def _boxes(tensor: LocalTensor, cuts: Sequence[Sequence[int]] | None) -> list[tu
     return [(tuple(a for a, _ in box), tuple(b for _, b in box)) for box in itertools.product(*per_dim)]
 
 
-def _replica_groups(part: ShardPart, grid: CellGrid) -> dict[int, tuple[npt.NDArray[np.int64], bytes]]:
+def replica_groups(part: ShardPart, grid: CellGrid) -> dict[int, tuple[npt.NDArray[np.int64], bytes]]:
+    """Replica group -> its cells in canonical order (by name and box), and what binds those names and boxes."""
     rows_of: dict[int, list[int]] = {}
     for row, group in enumerate(part.replica_group.tolist()):
         if group >= 0 and grid.first[row] < grid.first[row + 1]:

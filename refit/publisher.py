@@ -12,7 +12,6 @@ The optimizer may go on as soon as `publish` returns.
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,15 +24,16 @@ from reshard.planner import Holder
 from reshard.refit.buffers import DIGESTS, HEADER, PublishBuffer, digest_region_bytes
 from reshard.refit.deadline import Deadline
 from reshard.refit.digests import root_of
-from reshard.refit.errors import FenceTimeoutError, PublishError
+from reshard.refit.errors import PublishError
 from reshard.refit.header import HEADER_BYTES
+from reshard.refit.hints import merge_hints
 from reshard.refit.layout import Cuts, PackedLayout, WireRule, build_layout, signature_of, synchronize
+from reshard.refit.offering import Offering
 from reshard.refit.tensors import LocalTensor
-from reshard.rendezvous.errors import RendezvousTimeoutError, StaleError
-from reshard.rendezvous.types import SlotRecord, VersionKey, WorkerInfo
+from reshard.rendezvous.types import VersionKey
 
 if TYPE_CHECKING:
-    from reshard.rendezvous import Rendezvous, Worker
+    from reshard.rendezvous import Rendezvous
     from reshard.transports import Transport
 
 logger = logging.getLogger(__name__)
@@ -84,6 +84,8 @@ class Publisher:
         version.
     digests
         Whether cell digests are published.
+    cut_hints
+        Lay the buffer out by the receivers' cut hints of the ``layout_epoch`` that `publish` is given.
     layout, claim
         As in `reshard.planner.ShardPart`.
     host
@@ -103,6 +105,7 @@ class Publisher:
         buffers: int = 2,
         on_busy: Literal["wait", "skip"] = "wait",
         digests: bool = True,
+        cut_hints: bool = False,
         layout: str = "default",
         claim: str = "",
         host: str = "",
@@ -112,15 +115,14 @@ class Publisher:
             raise PublishError(f"buffers={buffers}: expected 1 or 2")
         if on_busy not in ("wait", "skip"):
             raise PublishError(f"on_busy={on_busy!r}: expected 'wait' or 'skip'")
-        if slot not in slots or len(set(slots)) != len(slots):
-            raise PublishError(f"slot {slot!r} must be one of the distinct slots {list(slots)}")
-        self.model, self.slot, self.slots = model, slot, tuple(slots)
+        self._offering = Offering(transport, rendezvous, model=model, slot=slot, slots=slots, host=host, ttl_s=ttl_s)
+        self.model, self.slot, self.slots = model, slot, self._offering.slots
         self._transport, self._rendezvous = transport, rendezvous
         self._rule = WireRule(wire_dtype, tuple(wire_dtype_exceptions))
         self._n_buffers, self._on_busy, self._digests = buffers, on_busy, digests
-        self._layout_name, self._claim, self._ttl_s = layout, claim, ttl_s
-        self._host = host or socket.gethostname()
-        self._worker: Worker | None = None
+        self._cut_hints = cut_hints
+        self._hints: tuple[int, Cuts] = (0, {})
+        self._layout_name, self._claim = layout, claim
         self._layout: PackedLayout | None = None
         self._signature = b""
         self._table_digest = b""
@@ -130,6 +132,10 @@ class Publisher:
     def open_epoch(self, run_id: str) -> int:
         """A new epoch for this run; the same for every publisher that gives the same ``run_id``."""
         return self._rendezvous.open_epoch(self.model, run_id)
+
+    def newest_layout_epoch(self) -> int:
+        """The newest layout epoch of the receivers' cut hints; one rank asks and tells the others."""
+        return self._rendezvous.get_cuts(self.model).layout_epoch
 
     def publish(
         self,
@@ -151,9 +157,10 @@ class Publisher:
         empty
             Says that it holds nothing, on purpose.
         layout_epoch
-            A new number where the layout differs from the last version's.
+            A new number where the layout differs from the last version's; equal on every publisher. With ``cut_hints``
+            the layout epoch whose hints are used.
         cuts
-            Cut hints in force at this layout epoch.
+            A grid to cut by, instead of the hints: tensor name -> per dim coordinates.
         timeout_s
             For the whole call.
 
@@ -184,6 +191,8 @@ class Publisher:
             stages[stage] = now - clock
             clock = now
 
+        if cuts is None and self._cut_hints:
+            cuts = self._cuts_of(layout_epoch, deadline)
         layout = self._lay_out(given, cuts, deadline)
         lap("layout")
         buffer = self._free_buffer(deadline)
@@ -202,16 +211,27 @@ class Publisher:
             root, roots = root_of(digests), layout.roots(digests)
         lap("digest")
         buffer.seqlock.commit(epoch, step)
-        self._offer(version, buffer, root, roots, empty, layout_epoch, deadline)
+        buffer.uid = self._offering.offer(
+            version,
+            deadline,
+            table_digest=self._table_digest,
+            region_bases=buffer.region_bases,
+            region_bytes=buffer.region_bytes,
+            header_region=HEADER,
+            digest_region=DIGESTS,
+            digest_root=root,
+            roots=roots,
+            empty=empty,
+            layout_epoch=layout_epoch,
+        )
+        self._newest = buffer
         lap("publish")
         logger.debug("slot %s published %s: %d bytes", self.slot, version, layout.data_bytes)
         return Published(version, buffer.uid, False, layout.data_bytes, stages)
 
     def close(self) -> None:
         """Leave the rendezvous and free the buffers. Readers that still hold a lease will notice. Idempotent."""
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.close()
+        self._offering.close()
         self._drop_buffers()
 
     def __enter__(self) -> Self:
@@ -227,7 +247,7 @@ class Publisher:
         if self._layout is not None and signature == self._signature:
             return self._layout
         layout = build_layout(
-            Holder(self.slot, self._host),
+            Holder(self.slot, self._offering.host),
             tensors,
             self._rule,
             cuts=cuts,
@@ -255,65 +275,27 @@ class Publisher:
         if len(self._buffers) > 1 and choice is self._newest:
             choice = self._buffers[1]
         if choice.uid:
-            if self._on_busy == "skip" and self._is_leased(choice.uid):
+            if self._on_busy == "skip" and self._offering.is_leased(choice.uid):
                 logger.info("slot %s: version %s is still being read; skipping", self.slot, choice.uid)
                 return None
             self._end(choice, deadline)
         return choice
 
-    def _is_leased(self, uid: str) -> bool:
-        versions = self._rendezvous.describe().versions
-        return any(v.uid == uid and v.n_leases for v in versions)
-
     def _end(self, buffer: PublishBuffer, deadline: Deadline) -> None:
-        """End the version in ``buffer``: no new readers, wait for the present ones, retire it."""
-        uid = buffer.uid
-        try:
-            self._rendezvous.close_admission(uid)
-            self._rendezvous.wait_leases(uid, timeout_s=deadline.remaining("wait for leases"))
-            self._rendezvous.retire(uid)
-        except StaleError:
-            pass  # a newer epoch, or another publisher, has retired it already
-        except RendezvousTimeoutError as error:
-            raise FenceTimeoutError(
-                f"slot {self.slot!r}: version {uid} was still being read after {deadline.timeout_s:g} s; its "
-                "buffer was not overwritten"
-            ) from error
+        """End the version in ``buffer``."""
+        self._offering.end(buffer.uid, deadline)
         buffer.uid = ""
 
-    def _offer(
-        self,
-        version: VersionKey,
-        buffer: PublishBuffer,
-        root: bytes,
-        roots: dict[str, bytes],
-        empty: bool,
-        layout_epoch: int,
-        deadline: Deadline,
-    ) -> None:
-        endpoints = {self._transport.name: self._transport.endpoint()}
-        if self._worker is None or self._worker.lost:
-            info = WorkerInfo("trainer", self.model, self._host, self.slot, endpoints)
-            self._worker = self._rendezvous.register(info, ttl_s=self._ttl_s)
-        uid = self._rendezvous.open_version(version, self.slots, layout_epoch=layout_epoch)
-        record = SlotRecord(
-            slot=self.slot,
-            worker_id=self._worker.id,
-            host=self._host,
-            endpoints=endpoints,
-            table_digest=self._table_digest,
-            region_bases=buffer.region_bases,
-            region_bytes=buffer.region_bytes,
-            digest_root=root,
-            header_region=HEADER,
-            digest_region=DIGESTS if root else -1,
-            empty=empty,
-            roots=roots,
-        )
-        self._rendezvous.publish_slot(uid, record, self._worker)
-        buffer.uid = uid
-        self._newest = buffer
-        deadline.remaining("publish slot")
+    def _cuts_of(self, layout_epoch: int, deadline: Deadline) -> Cuts:
+        """The receivers' cut hints of a layout epoch, merged; none for epoch 0."""
+        if not layout_epoch:
+            return {}
+        if self._hints[0] != layout_epoch:
+            found = self._rendezvous.get_cuts(
+                self.model, layout_epoch=layout_epoch, timeout_s=deadline.remaining("get cut hints")
+            )
+            self._hints = (layout_epoch, merge_hints(found))
+        return self._hints[1]
 
     def _drop_buffers(self) -> None:
         buffers, self._buffers, self._newest = self._buffers, [], None

@@ -103,6 +103,8 @@ class Reader:
         self._staged_names: frozenset[str] = frozenset()
         self._bindings: OrderedDict[tuple[int, bytes], Bound] = OrderedDict()
         self.new_registrations = 0
+        self.served: Arena | None = None
+        """The shadow arena that the engine was last installed from, while it holds those bytes."""
 
     # -- memory
 
@@ -159,6 +161,7 @@ class Reader:
 
     def turn(self, *, again: bool = True) -> None:
         """The engine now serves from the current arena: fill the other one next (if there is to be a next refit)."""
+        self.served = self.shadow()
         if self._swaps and again:
             self._current = 1 - self._current
             if self._current >= len(self._shadows):
@@ -364,6 +367,7 @@ class Reader:
     def _drop(self, *what: str) -> None:
         if "shadow" in what:
             shadows, self._shadows, self._current = self._shadows, [], 0
+            self.served = None
             for arena in shadows:
                 arena.close()
         if "staging" in what and self._staging is not None:

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -30,18 +30,17 @@ from reshard.refit.clock import StageClock
 from reshard.refit.deadline import Deadline, check_timeout
 from reshard.refit.engine import Engine, StreamEngine
 from reshard.refit.errors import InDoubtError, QuarantinedError, RefitError
-from reshard.refit.planning import Gate, Planned, manifest_of, plan_refit, topology_digest, with_holders
+from reshard.refit.planning import Gate
 from reshard.refit.reader import Reader
-from reshard.refit.records import DiscoveryRecord, StagesRecord, emit
+from reshard.refit.records import StagesRecord
 from reshard.refit.report import RefitReport
 from reshard.refit.retry import RetryPolicy
-from reshard.refit.streaming import Streamer, StreamPart
-from reshard.refit.verify import Checks, Mode, build_checks
+from reshard.refit.verify import Mode
+from reshard.refit.workbench import BenchSettings, InstallMode, Workbench
 from reshard.rendezvous.types import VersionKey, WorkerInfo
 
 if TYPE_CHECKING:
-    from reshard.planner import ShardPart
-    from reshard.rendezvous import Manifest, Rendezvous, Worker
+    from reshard.rendezvous import Rendezvous, Worker
     from reshard.transports import Transport
 
 logger = logging.getLogger(__name__)
@@ -76,6 +75,8 @@ class Receiver:
         Most bytes of the arena of ``stream`` mode.
     lease
         ``none`` gives the lease back at once, for sources that never change.
+    cut_hints
+        Whether publishers are told where this rank cuts the source tensors.
     verify
         ``full`` digests every cell read whole, ``sample`` one in 16, ``off`` none.
     require_verified
@@ -106,9 +107,10 @@ class Receiver:
         require_full_coverage: bool | None = None,
         coverage_floor: float | None = None,
         allow_unconsumed: Sequence[str] = (),
-        install: Literal["shadow", "stream"] | None = None,
+        install: InstallMode | None = None,
         stream_bytes: int = 256 << 20,
         lease: Literal["keep", "none"] = "keep",
+        cut_hints: bool = True,
         verify: Mode = "full",
         require_verified: bool = False,
         lease_ttl_s: float = 30.0,
@@ -124,47 +126,59 @@ class Receiver:
     ) -> None:
         if member not in members or len(set(members)) != len(members):
             raise RefitError(f"member {member!r} must be one of the distinct members {list(members)}")
+        if verify not in ("off", "sample", "full"):
+            raise ValueError(f"verify={verify!r}: expected 'off', 'sample' or 'full'")
+        mode: InstallMode = install if install is not None else preferred_mode(engine)
+        if mode not in ("shadow", "stream") or lease not in ("keep", "none"):
+            raise ValueError(f"install={mode!r}, lease={lease!r}: expected 'shadow' or 'stream', and 'keep' or 'none'")
+        if mode == "stream" and not isinstance(engine, StreamEngine):
+            raise RefitError(f"{type(engine).__name__} cannot be written in place: it is no StreamEngine")
         self.model, self.group, self.member = model, group, member
         self.members = tuple(members)
         self.rank = self.members.index(member)
         self.engine = engine
         self.transport, self.rendezvous = transport, rendezvous
-        self.options = options if options is not None else PlanOptions(receiver_host=host or socket.gethostname())
-        self.gate = Gate(require_full_coverage, coverage_floor)
+        self._host = host or socket.gethostname()
+        self.options = options if options is not None else PlanOptions(receiver_host=self._host)
         self.allow_unconsumed = tuple(allow_unconsumed)
-        if verify not in ("off", "sample", "full"):
-            raise ValueError(f"verify={verify!r}: expected 'off', 'sample' or 'full'")
-        mode: Literal["shadow", "stream"] = install if install is not None else preferred_mode(engine)
-        if mode not in ("shadow", "stream") or lease not in ("keep", "none"):
-            raise ValueError(f"install={mode!r}, lease={lease!r}: expected 'shadow' or 'stream', and 'keep' or 'none'")
-        self.install_mode: Literal["shadow", "stream"] = mode
-        if mode == "stream" and not isinstance(engine, StreamEngine):
-            raise RefitError(f"{type(engine).__name__} cannot be written in place: it is no StreamEngine")
-        self._stream_bytes = stream_bytes
-        self._streamer: Streamer | None = None
+        self.install_mode: InstallMode = mode
         self.lease = lease
         self.verify: Mode = verify
         self.require_verified = require_verified
-        self.checks: Checks | None = None
         self.lease_ttl_s, self.transaction_timeout_s = lease_ttl_s, transaction_timeout_s
-        self._worker_ttl_s = worker_ttl_s
-        self._host = host or socket.gethostname()
-        self._sentinel = debug_sentinel
-        self._on_stage, self._on_state = on_stage, on_state
-        self.one_shot = False
         self.retry = retry if retry is not None else RetryPolicy()
         self.stall_s = check_timeout(stall_s, "stall_s") if stall_s is not None else None
         self.reader = Reader(
             transport, swaps=bool(getattr(engine, "swaps", False)), on_allocate=on_allocate, retry=self.retry
         )
-        self.planned: Planned | None = None
+        self.bench = Workbench(
+            transport,
+            rendezvous,
+            engine,
+            self.reader,
+            BenchSettings(
+                model,
+                group,
+                member,
+                self.rank,
+                self.options,
+                Gate(require_full_coverage, coverage_floor),
+                mode,
+                stream_bytes,
+                verify,
+                cut_hints,
+            ),
+        )
+        self.one_shot = False
         self.serving: VersionKey | None = None
         """The version that this rank serves; None while it serves nothing."""
         self.state: ServingState = "empty"
+        self._worker_ttl_s = worker_ttl_s
+        self._sentinel = debug_sentinel
+        self._on_stage, self._on_state = on_stage, on_state
         self._worker: Worker | None = None
         self._doubt: Attempt | None = None
         self._busy = threading.Lock()
-        self._signature = b""
         self._served: VersionKey | None = None
         self._closed = False
 
@@ -235,9 +249,7 @@ class Receiver:
             return self.refit(version, only=only, timeout_s=timeout_s)
         finally:
             self.one_shot = False
-            self.planned = None
-            self._drop_streamer()
-            self.reader.close()
+            self.bench.forget()
 
     async def arefit(
         self,
@@ -284,8 +296,7 @@ class Receiver:
     def close(self) -> None:
         """Release peers, registrations and memory and the rendezvous; idempotent. The engine keeps its weights."""
         self._closed = True
-        self._drop_streamer()
-        self.reader.close()
+        self.bench.forget()
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
@@ -315,172 +326,9 @@ class Receiver:
             self._worker = self.rendezvous.register(info, ttl_s=self._worker_ttl_s)
         return self._worker
 
-    def tables(self, manifest: Manifest, deadline: Deadline) -> dict[bytes, ShardPart]:
-        """The parts of a manifest's slots."""
-        wanted = list(dict.fromkeys(r.table_digest for r in manifest.slots))
-        return self.rendezvous.get_tables(wanted, timeout_s=deadline.remaining("get tables"))
-
-    def discovery(self, manifest: Manifest, planned: Planned, fresh: bool, seconds: float) -> DiscoveryRecord:
-        """Emit and return the discovery record."""
-        record = DiscoveryRecord(
-            self.rank,
-            self.member,
-            self.model,
-            manifest.version.epoch,
-            manifest.version.step,
-            len(manifest.slots),
-            sum(r.empty for r in manifest.slots),
-            len(planned.sources.tensors),
-            planned.sources.n_shards,
-            len({r.table_digest for r in manifest.slots}) if fresh else 0,
-            fresh,
-            round(seconds, 6),
-        )
-        emit(record)
-        return record
-
-    def plan_for(
-        self,
-        manifest: Manifest,
-        only: Sequence[str],
-        clock: StageClock,
-        deadline: Deadline,
-        *,
-        without: frozenset[str] = frozenset(),
-    ) -> tuple[Planned, bool]:
-        """The plan for a manifest, and whether it is a new one.
-
-        It is new where a table, the selection, the options or the engine's memory has changed since the last plan.
-        """
-        topology = topology_digest(manifest, only, self.options, without)
-        signature = self.engine.signature()
-        if self.planned is not None and self.planned.topology == topology and signature == self._signature:
-            return self.planned, False
-        parts = self.tables(manifest, deadline)
-        sources = with_holders(manifest, parts)
-        whole = manifest_of(sources)
-        sources = sources.replace(removed=sorted(without & set(sources.by_name)))
-        clock.enter("capture")
-        captured = self.engine.capture(whole)
-        clock.enter("plan")
-        planned = plan_refit(
-            captured,
-            sources,
-            self.engine.parameters(),
-            self.options,
-            only=only,
-            gate=self.gate,
-            rank=self.rank,
-            topology=topology,
-        )
-        self._signature = signature
-        return planned, True
-
-    def adopt(self, planned: Planned) -> None:
-        """Put a new plan in force."""
-        self.planned = None
-        self._drop_streamer()
-        if self.install_mode == "shadow":
-            self.checks = build_checks(planned.plan) if self.verify != "off" else None
-            n_cells = self.checks.n_cells if self.checks is not None else {}
-            self.reader.adopt(planned.plan, n_cells, planned.materialised_buffers)
-        self.planned = planned
-
-    def allocate(self) -> None:
-        """Allocate and register what the plan in force needs and is not there yet."""
-        if self.install_mode == "shadow":
-            self.reader.allocate()
-        elif self._streamer is None and self.planned is not None:
-            self._streamer = Streamer(
-                self.transport,
-                self.reader.links,
-                self.planned,
-                budget_bytes=self._stream_bytes,
-                verify=self.verify,
-                reader=self.reader,
-            )
-
-    def drop(self, names: frozenset[str]) -> None:
-        """Release peers that failed, and give up memory that a late write of theirs may still change."""
-        self.reader.links.release(names)
-        if self.transport.quarantined():
-            self._drop_streamer()
-            if self.reader.poisoned():
-                self.planned = None
-
-    def seed(self, planned: Planned, buffers: Mapping[str, U8]) -> None:
-        """Fill buffers that the plan writes only in part with the live bytes."""
-        self.require_trusted(planned)
-        for name in planned.seeded:
-            self.engine.read_live(name, buffers[name])
-
-    def require_trusted(self, planned: Planned) -> None:
-        """Refuse a partial refit of a quarantined rank."""
-        if planned.seeded and self.state == "quarantined":
-            raise QuarantinedError(
-                f"member {self.member!r} is quarantined and this refit writes {planned.seeded[0]!r} only in part "
-                f"({len(planned.seeded)} such parameters): it needs old weights that cannot be trusted; refit in full"
-            )
-
-    def run_loader(self, planned: Planned, buffers: Mapping[str, U8]) -> None:
-        """Run the engine's loader on materialised sources, into shadow buffers."""
-        sources = self.reader.materialised(planned.materialised_buffers)
-        wanted = {n: buffers[n] for n in planned.captured.loader_buffers if n in buffers}
-        self.engine.load_materialised(sources, wanted)
-
-    def install(self, planned: Planned) -> None:
-        """Make the shadow buffers live; a destination that was reallocated meanwhile is refused."""
-        self._require_same_memory()
-        self.engine.install(self.reader.shadow().buffers)
-        self.reader.turn(again=not self.one_shot)
-        self._signature = self.engine.signature()
-
-    def stream_parts(self, planned: Planned) -> Sequence[StreamPart]:
-        """The parts to be streamed into the paused engine."""
-        self._require_same_memory()
-        if self._streamer is None:
-            raise RefitError("nothing was allocated for streaming")
-        return self._streamer.parts()
-
-    def stream_engine(self) -> StreamEngine:
-        """The engine, as one that can be written in place."""
-        if not isinstance(self.engine, StreamEngine):
-            raise RefitError(f"{type(self.engine).__name__} cannot be written in place: it is no StreamEngine")
-        return self.engine
-
-    def stream_budget(self, planned: Planned) -> int:
-        """Bytes of the arena that ``stream`` mode takes, or would take."""
-        if self._streamer is not None:
-            return self._streamer.arena_bytes
-        return min(self._stream_bytes, int(planned.plan.buffer_bytes.sum()))
-
-    def check_installed(self) -> None:
-        """Whether the engine still has the memory that was written."""
-        if self.engine.signature() != self._signature:
-            raise RefitError("a parameter was reallocated while the refit was installed")
-
-    def pause_engine(self) -> None:
-        """Stop serving, for ``stream`` mode."""
-        if isinstance(self.engine, StreamEngine):
-            self.engine.pause()
-
-    def resume_engine(self) -> None:
-        """Serve again, after a refit in ``stream`` mode that ended well or touched nothing."""
-        if self.install_mode == "stream" and isinstance(self.engine, StreamEngine):
-            self.engine.resume()
-
     def observe(self, record: StagesRecord) -> None:
         """Count a refit in the metrics, where they are installed."""
         metrics.observe_refit(record)
-
-    def _require_same_memory(self) -> None:
-        if self.engine.signature() != self._signature:
-            raise RefitError("a parameter was reallocated after this refit was planned")
-
-    def _drop_streamer(self) -> None:
-        streamer, self._streamer = self._streamer, None
-        if streamer is not None:
-            streamer.close()
 
     def restore_state(self) -> None:
         """Serve again what was served before an aborted refit."""
@@ -496,7 +344,7 @@ class Receiver:
             self._doubt = None
 
 
-def preferred_mode(engine: Engine) -> Literal["shadow", "stream"]:
+def preferred_mode(engine: Engine) -> InstallMode:
     """The install mode that an engine asks for by its ``install_mode``; ``shadow`` if it asks for none."""
     asked = getattr(engine, "install_mode", "shadow")
     if asked == "stream":

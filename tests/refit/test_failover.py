@@ -90,7 +90,7 @@ def test_only_the_lost_rows_are_read_again() -> None:
 
 
 def _bytes_by_holder(cluster: Cluster) -> dict[str, int]:
-    planned = cluster.receivers[0].planned
+    planned = cluster.receivers[0].bench.planned
     assert planned is not None
     names = [h.name for h in planned.plan.holders]
     blocks = planned.plan.blocks

@@ -49,6 +49,7 @@ def flaky_cluster(member: int) -> tuple[Cluster, Flaky]:
     cluster.publish(0, weights(0))
     cluster.refit_ok(0)
     cluster.receivers[member].rendezvous = flaky  # type: ignore[assignment]
+    cluster.receivers[member].bench.rendezvous = flaky  # type: ignore[assignment]
     cluster.publish(1, weights(1))
     return cluster, flaky
 
@@ -160,7 +161,7 @@ def test_an_outage_before_the_vote_is_an_error_and_leaves_nothing(call: str) -> 
     cluster, flaky = flaky_cluster(1)
     with cluster:
         if call == "get_tables":
-            cluster.receivers[1].planned = None
+            cluster.receivers[1].bench.planned = None
         flaky.before[call] = 3 if call == "await_version" else 1  # a question to the rendezvous is asked three times
         _, second = cluster.refit(1, timeout_s=2.0)
         assert isinstance(second, Exception)

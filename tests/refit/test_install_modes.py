@@ -193,7 +193,7 @@ def test_staging_stays_under_its_budget() -> None:
         staging = [n for what, n in taken if what == "staging"]
         assert len(staging) == 1
         assert staging[0] <= 16384
-        planned = cluster.receivers[0].planned
+        planned = cluster.receivers[0].bench.planned
         assert planned is not None
         assert planned.plan.n_waves > 1
         assert report.certificate.written_bytes == sum(engine[n].nbytes for n in model)

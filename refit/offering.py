@@ -1,0 +1,137 @@
+"""One slot's side of the rendezvous: register, offer a version, end it when its readers are gone."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.refit.deadline import Deadline
+from reshard.refit.errors import FenceTimeoutError, PublishError
+from reshard.rendezvous.errors import RendezvousTimeoutError, StaleError
+from reshard.rendezvous.types import SlotRecord, VersionKey, WorkerInfo
+
+if TYPE_CHECKING:
+    from reshard.rendezvous import Rendezvous, Worker
+    from reshard.transports import Transport
+
+__all__ = ["Offering"]
+
+U64 = npt.NDArray[np.uint64]
+Int64 = npt.NDArray[np.int64]
+
+
+class Offering:
+    """What all publishers share.
+
+    Parameters
+    ----------
+    transport, rendezvous
+        Stay the caller's.
+    model, slot, slots
+        Which slot of which model's versions; ``slots`` are equal on every publisher.
+    host
+        For the ``nearest`` replica policy; this machine's name if empty.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        rendezvous: Rendezvous,
+        *,
+        model: str,
+        slot: str,
+        slots: Sequence[str],
+        host: str = "",
+        ttl_s: float = 10.0,
+    ) -> None:
+        if slot not in slots or len(set(slots)) != len(slots):
+            raise PublishError(f"slot {slot!r} must be one of the distinct slots {list(slots)}")
+        self.transport, self.rendezvous = transport, rendezvous
+        self.model, self.slot, self.slots = model, slot, tuple(slots)
+        self.host = host or socket.gethostname()
+        self._ttl_s = ttl_s
+        self._worker: Worker | None = None
+
+    def offer(
+        self,
+        version: VersionKey,
+        deadline: Deadline,
+        *,
+        table_digest: bytes,
+        region_bases: U64,
+        region_bytes: Int64,
+        header_region: int,
+        digest_region: int,
+        digest_root: bytes = b"",
+        roots: Mapping[str, bytes] | None = None,
+        memory: Literal["dram", "vram"] = "dram",
+        device: int = 0,
+        empty: bool = False,
+        layout_epoch: int = 0,
+    ) -> str:
+        """Open the version and fill the slot; returns the version's uid.
+
+        Raises
+        ------
+        RendezvousError
+            The other publishers disagree, a step goes back, or the service is out of reach.
+        """
+        endpoints = {self.transport.name: self.transport.endpoint()}
+        if self._worker is None or self._worker.lost:
+            info = WorkerInfo("trainer", self.model, self.host, self.slot, endpoints)
+            self._worker = self.rendezvous.register(info, ttl_s=self._ttl_s, timeout_s=deadline.remaining("register"))
+        uid = self.rendezvous.open_version(
+            version, self.slots, layout_epoch=layout_epoch, timeout_s=deadline.remaining("open version")
+        )
+        record = SlotRecord(
+            slot=self.slot,
+            worker_id=self._worker.id,
+            host=self.host,
+            endpoints=endpoints,
+            table_digest=table_digest,
+            region_bases=region_bases,
+            region_bytes=region_bytes,
+            memory=memory,
+            device=device,
+            digest_root=digest_root,
+            header_region=header_region,
+            digest_region=digest_region if digest_root else -1,
+            empty=empty,
+            roots=roots or {},
+        )
+        self.rendezvous.publish_slot(uid, record, self._worker, timeout_s=deadline.remaining("publish slot"))
+        return uid
+
+    def is_leased(self, uid: str) -> bool:
+        """Whether somebody reads a version now."""
+        return any(v.uid == uid and v.n_leases for v in self.rendezvous.describe().versions)
+
+    def end(self, uid: str, deadline: Deadline) -> None:
+        """The fence: admit no new readers to a version, wait for the present ones, retire it.
+
+        Raises
+        ------
+        FenceTimeoutError
+            If a lease outlives the deadline. Admission stays closed.
+        """
+        try:
+            self.rendezvous.close_admission(uid, timeout_s=deadline.remaining("close admission"))
+            self.rendezvous.wait_leases(uid, timeout_s=deadline.remaining("wait for leases"))
+            self.rendezvous.retire(uid, timeout_s=deadline.remaining("retire"))
+        except StaleError:
+            pass  # a newer epoch, or another publisher, has retired it already
+        except RendezvousTimeoutError as error:
+            raise FenceTimeoutError(
+                f"slot {self.slot!r}: version {uid} was still being read after {deadline.timeout_s:g} s; "
+                "its memory was not touched"
+            ) from error
+
+    def close(self) -> None:
+        """Leave the rendezvous; idempotent."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()

@@ -1,0 +1,210 @@
+"""Serve on: a receiver publishes the shadow buffers that it kept, so that a replica joins without the trainer.
+
+1. The boxes are those that the plan's blocks put, uncast and contiguous, into the arena that the engine was
+   installed from.
+2. They are offered under a model name of their own, as the version that is served, one slot a member; equal boxes
+   of several members are claimed equal by their layouts' common claim.
+3. Before the arena is written again the offer is fenced.
+
+Refused where the bytes are no longer the published ones: the engine keeps only kernel layouts, or a tensor was
+cast, computed or scattered on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.planner import Holder, Shard, ShardPart
+from reshard.planner.errors import format_box
+from reshard.refit.arena import Arena
+from reshard.refit.cells import CellGrid
+from reshard.refit.deadline import Deadline
+from reshard.refit.digests import DIGEST_BYTES, digest_into, root_of
+from reshard.refit.errors import PublishError
+from reshard.refit.header import HEADER_BYTES, SeqLock
+from reshard.refit.offering import Offering
+from reshard.refit.publisher import Published
+
+if TYPE_CHECKING:
+    from reshard.planner import Plan
+    from reshard.refit.receiver import Receiver
+
+__all__ = ["ServeOn", "shards_in_place"]
+
+Int64 = npt.NDArray[np.int64]
+
+
+def shards_in_place(plan: Plan, offsets: dict[str, int]) -> tuple[list[Shard], list[str]]:
+    """The plan's blocks as shards of the arena, and what cannot be one, with why.
+
+    Parameters
+    ----------
+    offsets
+        Where each buffer starts in the arena, bytes.
+    """
+    blocks, buffers = plan.blocks, plan.buffers
+    shards: list[Shard] = []
+    refused: list[str] = []
+    for i in range(len(blocks)):
+        part = plan.sources.parts[int(blocks.part[i])]
+        tensor = int(part.tensor_id[int(blocks.row[i])])
+        name, label = part.tensors.name(tensor), part.tensors.dtype_label(tensor)
+        shape = part.tensors.shape_of(tensor)
+        buffer = int(blocks.buffer[i])
+        lead = len(blocks.start) - len(shape)
+        start, step, count, stride = (
+            tuple(int(c[i]) for c in columns[lead:])
+            for columns in (blocks.start, blocks.step, blocks.count, blocks.dst_stride_bytes)
+        )
+        item = int(part.tensors.bits[tensor]) // 8
+        where = f"{name} {format_box([(a, a + n * s) for a, n, s in zip(start, count, step, strict=True)])}"
+        if buffers.name(buffer) not in offsets:
+            refused.append(f"{where}: staged for the loader")
+        elif buffers.dtype_label(buffer) != label or item == 0:
+            refused.append(f"{where}: {label} kept as {buffers.dtype_label(buffer)}")
+        elif not _contiguous(count, step, stride, item):
+            refused.append(f"{where}: scattered in {buffers.name(buffer)}")
+        else:
+            stop = tuple(a + n for a, n in zip(start, count, strict=True))
+            at = offsets[buffers.name(buffer)] + int(blocks.dst_offset_bytes[i])
+            shards.append(Shard(name, label, shape, start, stop, 0, at, axes=part.tensors.axes.get(tensor)))
+    return shards, refused
+
+
+def _contiguous(count: Sequence[int], step: Sequence[int], stride: Sequence[int], item: int) -> bool:
+    size = item
+    for n, by, s in zip(reversed(count), reversed(step), reversed(stride), strict=True):
+        if n > 1 and (by != 1 or s != size):
+            return False
+        size *= n
+    return True
+
+
+class ServeOn:
+    """Offers what a receiver serves.
+
+    Parameters
+    ----------
+    receiver
+        In ``shadow`` mode, serving a version. It fences this offer by itself before it overwrites the memory.
+    model
+        What the offers are called; ``MODEL@GROUP`` by default.
+    partial
+        Offer what can be offered and leave the rest out, instead of refusing.
+    fence_timeout_s
+        How long a refit of the receiver waits for this offer's readers.
+    """
+
+    def __init__(
+        self, receiver: Receiver, *, model: str = "", partial: bool = False, fence_timeout_s: float = 60.0
+    ) -> None:
+        self._receiver = receiver
+        self.model = model or f"{receiver.model}@{receiver.group}"
+        self._partial = partial
+        self._fence_timeout_s = fence_timeout_s
+        self._offering = Offering(
+            receiver.transport,
+            receiver.rendezvous,
+            model=self.model,
+            slot=receiver.member,
+            slots=receiver.members,
+            host=receiver.options.receiver_host,
+        )
+        self._uid = ""
+        self._arena: Arena | None = None
+        self._meta: Arena | None = None
+        receiver.bench.on_overwrite = self._overwrite
+
+    def publish(self, *, timeout_s: float) -> Published:
+        """Offer the version that is served now.
+
+        Raises
+        ------
+        PublishError
+            Nothing is served from shadow buffers, only kernel layouts remain, or (without ``partial``) a tensor is
+            not as it was published; each with why.
+        """
+        r = self._receiver
+        deadline = Deadline(timeout_s, f"serving on from member {r.member!r}")
+        version, planned, arena = r.check_serving(), r.bench.planned, r.reader.served
+        if not getattr(r.engine, "keeps_load_layout", True):
+            raise PublishError(
+                f"member {r.member!r}: {type(r.engine).__name__} turns weights into kernel layouts when it "
+                "installs them; "
+                "what it has left is not what was published"
+            )
+        if planned is None or arena is None:
+            raise PublishError(
+                f"member {r.member!r}: no shadow buffers hold what is served (install mode {r.install_mode!r}, or "
+                "a refit "
+                "has failed since)"
+            )
+        offsets = {name: int(b.ctypes.data) - arena.base for name, b in arena.buffers.items()}
+        shards, refused = shards_in_place(planned.plan, offsets)
+        if refused and not self._partial:
+            raise PublishError(
+                f"member {r.member!r}: {len(refused)} boxes are not as they were published: {'; '.join(refused[:5])}"
+            )
+        self.fence(timeout_s=deadline.remaining("fence"))
+        holder = Holder(r.member, self._offering.host)
+        grid = CellGrid.of(ShardPart.from_shards(holder, shards, [arena.nbytes], r.member, r.group))
+        sizes = {"header": HEADER_BYTES, "digests": max(len(grid), 1) * DIGEST_BYTES}
+        meta = Arena(r.transport, sizes, on_allocate=None)
+        region_bytes = [arena.nbytes, *sizes.values()]
+        part = ShardPart.from_shards(holder, shards, region_bytes, r.member, r.group)
+        digests = meta.buffers["digests"].view("<u8").reshape(-1, 2)[: len(grid)]
+        for i, (at, size) in enumerate(zip(grid.offset_bytes.tolist(), grid.nbytes.tolist(), strict=True)):
+            digest_into(arena.memory[at : at + size], grid.tags[i], digests[i])
+        SeqLock(meta.buffers["header"]).commit(version.epoch, version.step)
+        table = r.rendezvous.put_table(part, timeout_s=deadline.remaining("put table"))
+        key = type(version)(self.model, version.epoch, version.step)
+        try:
+            self._uid = self._offering.offer(
+                key,
+                deadline,
+                table_digest=table,
+                region_bases=np.array([arena.base, *meta.bases.tolist()], np.uint64),
+                region_bytes=np.array(region_bytes, np.int64),
+                header_region=1,
+                digest_region=2,
+                digest_root=root_of(digests),
+                empty=not shards,
+            )
+        except BaseException:
+            meta.close()
+            raise
+        self._arena, self._meta = arena, meta
+        return Published(key, self._uid, False, int(grid.nbytes.sum()), {})
+
+    def fence(self, *, timeout_s: float) -> None:
+        """End the offer: no new readers, and wait for the present ones."""
+        if self._uid:
+            self._offering.end(self._uid, Deadline(timeout_s, f"fence of member {self._receiver.member!r}"))
+            self._uid = ""
+        meta, self._meta, self._arena = self._meta, None, None
+        if meta is not None:
+            meta.close()
+
+    def close(self) -> None:
+        """Withdraw the offer without waiting, and leave the rendezvous. Idempotent."""
+        self._receiver.bench.on_overwrite = None
+        self._offering.close()
+        self._uid = ""
+        meta, self._meta, self._arena = self._meta, None, None
+        if meta is not None:
+            meta.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _overwrite(self, arena: Arena, deadline: Deadline) -> None:
+        if self._uid and arena is self._arena:
+            self.fence(timeout_s=min(self._fence_timeout_s, deadline.remaining("fence of what is served on")))

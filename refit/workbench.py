@@ -1,0 +1,269 @@
+"""What does a receiver keep between refits? The plan in force, its reader, its checks, the streamer.
+
+Everything here happens on one rank and asks nobody; the transaction around it is in `reshard.refit.attempt`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.planner.cuts import cuts
+from reshard.refit.arena import Arena
+from reshard.refit.clock import StageClock
+from reshard.refit.deadline import Deadline
+from reshard.refit.engine import Captured, Engine, StreamEngine
+from reshard.refit.errors import QuarantinedError, RefitError
+from reshard.refit.planning import Gate, Planned, manifest_of, plan_refit, topology_digest, with_holders
+from reshard.refit.reader import Reader
+from reshard.refit.records import DiscoveryRecord, emit
+from reshard.refit.streaming import Streamer, StreamPart
+from reshard.refit.verify import Checks, Mode, build_checks
+from reshard.rendezvous.errors import RendezvousError
+
+if TYPE_CHECKING:
+    from reshard.planner import PlanOptions, ShardPart
+    from reshard.rendezvous import Manifest, Rendezvous
+    from reshard.transports import Transport
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["BenchSettings", "InstallMode", "Workbench"]
+
+U8 = npt.NDArray[np.uint8]
+InstallMode = Literal["shadow", "stream"]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSettings:
+    """How one rank plans, checks and installs; see `reshard.refit.receiver.Receiver` for each."""
+
+    model: str
+    group: str
+    member: str
+    rank: int
+    options: PlanOptions
+    gate: Gate
+    install_mode: InstallMode
+    stream_bytes: int
+    verify: Mode
+    cut_hints: bool
+
+
+class Workbench:
+    """One rank's plan, memory and connections.
+
+    Parameters
+    ----------
+    reader
+        Owned by the bench; closed with it.
+    """
+
+    def __init__(
+        self, transport: Transport, rendezvous: Rendezvous, engine: Engine, reader: Reader, settings: BenchSettings
+    ) -> None:
+        self.transport, self.rendezvous, self.engine, self.reader = transport, rendezvous, engine, reader
+        self.settings = settings
+        self.planned: Planned | None = None
+        self.checks: Checks | None = None
+        self.on_overwrite: Callable[[Arena, Deadline], None] | None = None
+        self._streamer: Streamer | None = None
+        self._signature = b""
+
+    def tables(self, manifest: Manifest, deadline: Deadline) -> dict[bytes, ShardPart]:
+        """The parts of a manifest's slots."""
+        wanted = list(dict.fromkeys(r.table_digest for r in manifest.slots))
+        return self.rendezvous.get_tables(wanted, timeout_s=deadline.remaining("get tables"))
+
+    def discovery(self, manifest: Manifest, planned: Planned, fresh: bool, seconds: float) -> DiscoveryRecord:
+        """Emit and return the discovery record."""
+        record = DiscoveryRecord(
+            self.settings.rank,
+            self.settings.member,
+            self.settings.model,
+            manifest.version.epoch,
+            manifest.version.step,
+            len(manifest.slots),
+            sum(r.empty for r in manifest.slots),
+            len(planned.sources.tensors),
+            planned.sources.n_shards,
+            len({r.table_digest for r in manifest.slots}) if fresh else 0,
+            fresh,
+            round(seconds, 6),
+        )
+        emit(record)
+        return record
+
+    def plan_for(
+        self,
+        manifest: Manifest,
+        only: Sequence[str],
+        clock: StageClock,
+        deadline: Deadline,
+        *,
+        without: frozenset[str] = frozenset(),
+    ) -> tuple[Planned, bool]:
+        """The plan for a manifest, and whether it is a new one.
+
+        It is new where a table, the selection, the options or the engine's memory has changed since the last plan.
+        """
+        topology = topology_digest(manifest, only, self.settings.options, without)
+        signature = self.engine.signature()
+        if self.planned is not None and self.planned.topology == topology and signature == self._signature:
+            return self.planned, False
+        parts = self.tables(manifest, deadline)
+        sources = with_holders(manifest, parts)
+        whole = manifest_of(sources)
+        sources = sources.replace(removed=sorted(without & set(sources.by_name)))
+        clock.enter("capture")
+        captured = self.engine.capture(whole)
+        clock.enter("plan")
+        planned = plan_refit(
+            captured,
+            sources,
+            self.engine.parameters(),
+            self.settings.options,
+            only=only,
+            gate=self.settings.gate,
+            rank=self.settings.rank,
+            topology=topology,
+        )
+        self._signature = signature
+        if self.settings.cut_hints and not only and not without:
+            self._send_hints(captured, deadline)
+        return planned, True
+
+    def _send_hints(self, captured: Captured, deadline: Deadline) -> None:
+        """Tell publishers where this rank cuts the sources; a service that is out of reach is told another time."""
+        try:
+            self.rendezvous.put_cuts(
+                self.settings.model,
+                cuts([[captured.reads]]),
+                group=self.settings.group,
+                member=self.settings.member,
+                timeout_s=deadline.remaining("put cut hints"),
+            )
+        except RendezvousError as error:
+            logger.info("member %s could not leave its cut hints: %s", self.settings.member, error)
+
+    def adopt(self, planned: Planned) -> None:
+        """Put a new plan in force."""
+        self.planned = None
+        self.drop_streamer()
+        if self.settings.install_mode == "shadow":
+            self.checks = build_checks(planned.plan) if self.settings.verify != "off" else None
+            n_cells = self.checks.n_cells if self.checks is not None else {}
+            self.reader.adopt(planned.plan, n_cells, planned.materialised_buffers)
+        self.planned = planned
+
+    def allocate(self) -> None:
+        """Allocate and register what the plan in force needs and is not there yet."""
+        if self.settings.install_mode == "shadow":
+            self.reader.allocate()
+        elif self._streamer is None and self.planned is not None:
+            self._streamer = Streamer(
+                self.transport,
+                self.reader.links,
+                self.planned,
+                budget_bytes=self.settings.stream_bytes,
+                verify=self.settings.verify,
+                reader=self.reader,
+            )
+
+    def drop(self, names: frozenset[str]) -> None:
+        """Release peers that failed, and give up memory that a late write of theirs may still change."""
+        self.reader.links.release(names)
+        if self.transport.quarantined():
+            self.drop_streamer()
+            if self.reader.poisoned():
+                self.planned = None
+
+    def seed(self, planned: Planned, buffers: Mapping[str, U8], *, quarantined: bool) -> None:
+        """Fill buffers that the plan writes only in part with the live bytes."""
+        self.require_trusted(planned, quarantined=quarantined)
+        for name in planned.seeded:
+            self.engine.read_live(name, buffers[name])
+
+    def require_trusted(self, planned: Planned, *, quarantined: bool) -> None:
+        """Refuse a partial refit of a quarantined rank."""
+        if planned.seeded and quarantined:
+            raise QuarantinedError(
+                f"member {self.settings.member!r} is quarantined and this refit writes {planned.seeded[0]!r} in "
+                f"part ({len(planned.seeded)} such parameters): it needs old weights that cannot be trusted; "
+                "refit in full"
+            )
+
+    def run_loader(self, planned: Planned, buffers: Mapping[str, U8]) -> None:
+        """Run the engine's loader on materialised sources, into shadow buffers."""
+        sources = self.reader.materialised(planned.materialised_buffers)
+        wanted = {n: buffers[n] for n in planned.captured.loader_buffers if n in buffers}
+        self.engine.load_materialised(sources, wanted)
+
+    def install(self, *, again: bool) -> None:
+        """Make the shadow buffers live; a destination that was reallocated meanwhile is refused."""
+        self._require_same_memory()
+        self.engine.install(self.reader.shadow().buffers)
+        self.reader.turn(again=again)
+        self._signature = self.engine.signature()
+
+    def stream_parts(self) -> Sequence[StreamPart]:
+        """The parts to be streamed into the paused engine."""
+        self._require_same_memory()
+        if self._streamer is None:
+            raise RefitError("nothing was allocated for streaming")
+        return self._streamer.parts()
+
+    def stream_engine(self) -> StreamEngine:
+        """The engine, as one that can be written in place."""
+        if not isinstance(self.engine, StreamEngine):
+            raise RefitError(f"{type(self.engine).__name__} cannot be written in place: it is no StreamEngine")
+        return self.engine
+
+    def stream_budget(self, planned: Planned) -> int:
+        """Bytes of the arena that ``stream`` mode takes, or would take."""
+        if self._streamer is not None:
+            return self._streamer.arena_bytes
+        return min(self.settings.stream_bytes, int(planned.plan.buffer_bytes.sum()))
+
+    def check_installed(self) -> None:
+        """Whether the engine still has the memory that was written."""
+        if self.engine.signature() != self._signature:
+            raise RefitError("a parameter was reallocated while the refit was installed")
+
+    def pause_engine(self) -> None:
+        """Stop serving, for ``stream`` mode."""
+        if isinstance(self.engine, StreamEngine):
+            self.engine.pause()
+
+    def resume_engine(self) -> None:
+        """Serve again, after a refit in ``stream`` mode that ended well or touched nothing."""
+        if self.settings.install_mode == "stream" and isinstance(self.engine, StreamEngine):
+            self.engine.resume()
+
+    def _require_same_memory(self) -> None:
+        if self.engine.signature() != self._signature:
+            raise RefitError("a parameter was reallocated after this refit was planned")
+
+    def drop_streamer(self) -> None:
+        """Free what streaming took."""
+        streamer, self._streamer = self._streamer, None
+        if streamer is not None:
+            streamer.close()
+
+    def about_to_overwrite(self, arena: Arena, deadline: Deadline) -> None:
+        """Called before an arena is read into; whoever serves it to others must have stopped when this returns."""
+        if self.on_overwrite is not None:
+            self.on_overwrite(arena, deadline)
+        if self.reader.served is arena:
+            self.reader.served = None
+
+    def forget(self) -> None:
+        """Let go of the plan, and of all that belongs to it."""
+        self.planned = None
+        self.drop_streamer()
+        self.reader.close()
