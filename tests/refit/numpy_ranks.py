@@ -12,7 +12,9 @@ from reshard.rendezvous import Rendezvous
 from reshard.transports import open_transport
 
 ROWS, COLUMNS = 12, 8
-NAMES = tuple(f"layers.{layer}.w" for layer in range(3))
+LAYERS = tuple(f"layers.{layer}.w" for layer in range(3))
+EXPERT = "experts.1.w"
+NAMES = (*LAYERS, EXPERT)
 
 
 def weights(name: str, step: int) -> np.ndarray:
@@ -27,7 +29,7 @@ def run_trainer(
     """Publish rows [start, stop) of some tensors; `held` lists [name, start, stop]."""
     service = Rendezvous.connect(rendezvous)
     wire = open_transport(transport)
-    publisher = Publisher(wire, service, model="numpy", slot=slot, slots=slots, ttl_s=2.0)
+    publisher = Publisher(wire, service, model="numpy", slot=slot, slots=slots, ttl_s=6.0)
 
     def publish(command: Message) -> Message:
         step = int(str(command["step"]))
@@ -75,7 +77,7 @@ def run_inference(
         members=members,
         member=member,
         on_stage=on_stage,
-        worker_ttl_s=2.0,
+        worker_ttl_s=6.0,
     )
 
     def refit(command: Message) -> Message:

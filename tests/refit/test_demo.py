@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.refit.leftovers import orphaned_segments, segments
 
 from reshard.transports.registry import probe
 
@@ -52,12 +53,12 @@ def processes_of(folder: Path) -> list[int]:
 def run_demo(folder: Path, *options: str, transport: str = "memory") -> subprocess.CompletedProcess[str]:
     if reason := probe(transport):
         pytest.skip(f"transport {transport}: {reason}")
-    before = set(os.listdir("/dev/shm"))
+    before = segments()
     done = reshard(
         "demo", "--transport", transport, "--keep", str(folder), "--json", str(folder / "report.json"), *options
     )
     assert processes_of(folder) == []
-    assert set(os.listdir("/dev/shm")) - before == set()
+    assert orphaned_segments(before) == set()
     return done
 
 

@@ -13,7 +13,8 @@ import pytest
 
 pytest.importorskip("grpc", reason="the rendezvous service needs grpcio")
 
-from tests.refit.numpy_ranks import NAMES
+from tests.refit.leftovers import orphaned_segments, segments
+from tests.refit.numpy_ranks import EXPERT, LAYERS, ROWS
 
 from reshard.refit.demo.channel import Message
 from reshard.refit.demo.supervisor import Child, ChildrenFailed, Supervisor
@@ -23,17 +24,13 @@ ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
 SLOTS = ("trainer-0", "trainer-1", "trainer-2")
 MEMBERS = ("inference-0", "inference-1")
-WHOLE = {slot: [[name, 4 * at, 4 * at + 4] for name in NAMES] for at, slot in enumerate(SLOTS)}
+WHOLE = {slot: [[name, 4 * at, 4 * at + 4] for name in LAYERS] for at, slot in enumerate(SLOTS)}
+WHOLE["trainer-1"].append([EXPERT, 0, ROWS])
 
 
 def both(steps: set[object]) -> dict[str, set[object]]:
     """The same on both ranks."""
     return dict.fromkeys(MEMBERS, steps)
-
-
-def shared_memory() -> set[str]:
-    """Named shared-memory segments of this machine."""
-    return {entry.name for entry in Path("/dev/shm").iterdir()}
 
 
 @pytest.fixture(params=["memory", "nixl"])
@@ -100,12 +97,12 @@ class Cluster:
 
 @pytest.fixture
 def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
-    before = shared_memory()
+    before = segments()
     with Supervisor(("numpy",), tmp_path, environment=ENVIRONMENT, grace_s=20, stop_grace_s=5) as running:
         yield running
         pids = [child.pid for child in running.children.values()]
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
-    assert shared_memory() - before == set()
+    assert orphaned_segments(before) == set()
 
 
 def test_refits_move_every_row(supervisor: Supervisor, transport: str) -> None:
