@@ -14,11 +14,11 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NoReturn
 
-from reshard.planner.errors import CoverageError
+from reshard.planner.errors import CoverageError, PlanError
 from reshard.refit.agreement import Agreement
 from reshard.refit.clock import StageClock
 from reshard.refit.deadline import Deadline
-from reshard.refit.errors import QuarantinedError, RefitAborted, RefitError, RefitTimeoutError
+from reshard.refit.errors import HolderLostError, QuarantinedError, RefitAborted, RefitError, RefitTimeoutError
 from reshard.refit.lease import LeaseKeeper
 from reshard.refit.loading import Loaded, Reading, read_plan
 from reshard.refit.planning import Planned
@@ -166,10 +166,10 @@ class Attempt:
                 self._without |= bad
                 self._cause = error
                 logger.warning("member %s goes on without %s: %s", r.member, ", ".join(sorted(bad)), error)
-            except CoverageError as error:
-                if self._cause is not None:
-                    raise self._cause from error
-                raise
+            except (CoverageError, PlanError) as gap:
+                if self._cause is None:
+                    raise
+                raise HolderLostError(self._without, self._cause, gap) from self._cause
             else:
                 self.machine.advance(RefitStage.LOADED)
                 return planned
@@ -243,6 +243,8 @@ class Attempt:
         self.machine.fail()
         if isinstance(error, TransportError):
             r.bench.drop(failed_peers(error))
+        elif isinstance(error, HolderLostError):
+            r.bench.drop(frozenset(error.holders))
         if r.one_shot:
             r.reader.links.close()
         if self._keeper is not None:

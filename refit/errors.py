@@ -7,6 +7,7 @@
         UnattributedWriteError     a loader wrote memory that belongs to no parameter
         UnconsumedSourceError      a published tensor that nobody took
         PublishError               a publisher refused what it was given
+        HolderLostError            a holder failed and no replica has what it owed (also ConnectionError)
         StagingBudgetError         a materialised tensor does not fit the staging budget
         VerificationError          bytes do not match the digests of their publisher
           TornReadError            the publisher wrote its buffer while it was read
@@ -24,12 +25,13 @@ two that do not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from reshard.planner.errors import ReshardError
 
 __all__ = [
     "FenceTimeoutError",
+    "HolderLostError",
     "ImpossibleThroughputError",
     "InDoubtError",
     "IncompleteRefit",
@@ -97,6 +99,27 @@ class UnconsumedSourceError(RefitError):
 
 class PublishError(RefitError, ValueError):
     """A publisher was given tensors or settings that it refuses."""
+
+
+class HolderLostError(RefitError, ConnectionError):
+    """Holders failed, and what they owed nobody else has; nothing was installed.
+
+    The transport's own error is the cause.
+
+    Attributes
+    ----------
+    holders : tuple of str
+        Their names, sorted.
+    """
+
+    def __init__(self, holders: Collection[str], cause: Exception, gap: Exception) -> None:
+        self.holders = tuple(sorted(holders))
+        shown = ", ".join(map(repr, self.holders))
+        super().__init__(
+            f"holder{'s' if len(self.holders) > 1 else ''} {shown} failed ({type(cause).__name__}: {cause}) and "
+            "no replica has "
+            f"what is missing now: {gap}"
+        )
 
 
 class StagingBudgetError(RefitError):

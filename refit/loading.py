@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from reshard.planner.errors import CoverageError
+from reshard.planner.errors import CoverageError, PlanError
 from reshard.refit.deadline import Deadline
+from reshard.refit.errors import HolderLostError
 from reshard.refit.records import check_throughput
 from reshard.refit.report import Verified
 from reshard.refit.rescue import rescue
@@ -87,8 +88,10 @@ def read_plan(
 
     Raises
     ------
-    TransportError
+    HolderLostError
         A holder failed and no replica has what it owed.
+    TransportError
+        The only holder failed, or memory is in doubt.
     TornReadError, VerificationError, UnverifiedError, ImpossibleThroughputError
         What was read cannot be trusted.
     """
@@ -159,8 +162,8 @@ def _rescued(
             stall_s=how.stall_s,
             on_allocate=how.on_allocate,
         )
-    except CoverageError as error:
-        raise cause from error
+    except (CoverageError, PlanError) as gap:
+        raise HolderLostError(names | without, cause, gap) from cause
     finally:
         reader.links.release(names)
     out.lost = found.lost

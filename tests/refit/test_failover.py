@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from tests.refit.cluster import TIMEOUT_S, Cluster, weights
 
-from reshard.planner.errors import CoverageError
 from reshard.planner.options import PlanOptions
 from reshard.refit.adapters.numpy_arrays import local_tensors
 from reshard.refit.deadline import Deadline
 from reshard.refit.engines.arrays import ArrayEngine, take
-from reshard.refit.errors import RefitAborted
+from reshard.refit.errors import HolderLostError, RefitAborted
 from reshard.refit.retry import RetryPolicy
 from reshard.transports.errors import PeerError, TransportError
 
@@ -124,9 +123,10 @@ def test_what_no_replica_holds_fails_and_names_the_holder() -> None:
         cluster.receivers[0]._on_stage = at_stage("read", cluster.trainer_transports[1].close)
         for stage in ("read", "connect"):
             (error,) = cluster.refit(1)
-            assert isinstance(error, TransportError), stage
-            assert "trainer-1" in str(error)
-            assert isinstance(error.__cause__, CoverageError)
+            assert isinstance(error, HolderLostError), stage
+            assert error.holders == ("trainer-1",)
+            assert "holder 'trainer-1' failed" in str(error)
+            assert isinstance(error.__cause__, TransportError)
             assert cluster.receivers[0].check_serving().step == 0
             assert np.array_equal(engine["q"], weights(0)["q"])
             assert not cluster.leftovers()
@@ -147,7 +147,7 @@ def test_a_rank_that_needs_nothing_of_the_lost_holder_is_aborted_with_its_group(
 
         cluster.receivers[1]._on_stage = at_stage("read", kill)
         a, b = cluster.refit(1)
-        assert isinstance(b, TransportError)
+        assert isinstance(b, HolderLostError)
         assert isinstance(a, RefitAborted)
         assert np.array_equal(first["q"], model["q"][:4])
         assert np.array_equal(second["q"], model["q"][4:])

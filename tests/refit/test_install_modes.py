@@ -14,8 +14,14 @@ from reshard.refit.adapters.numpy_arrays import local_tensors
 from reshard.refit.engines.arrays import ArrayEngine, take
 from reshard.refit.engines.loader import LoaderEngine
 from reshard.refit.engines.torch_module import TorchModuleEngine
-from reshard.refit.errors import QuarantinedError, RefitAborted, RefitError, StagingBudgetError, VerificationError
-from reshard.transports.errors import TransportError
+from reshard.refit.errors import (
+    HolderLostError,
+    QuarantinedError,
+    RefitAborted,
+    RefitError,
+    StagingBudgetError,
+    VerificationError,
+)
 
 
 def streaming(**settings: object) -> Cluster:
@@ -233,7 +239,7 @@ def test_a_failed_load_leaves_nothing_either() -> None:
         cluster.publish(0, {"q": weights(0)["q"]})
         transport = cluster.trainer_transports[1]
         cluster.receivers[0]._on_stage = lambda name: transport.close() if name == "read" else None
-        with pytest.raises(TransportError, match="trainer-1"):
+        with pytest.raises(HolderLostError, match="trainer-1"):
             cluster.receivers[0].load(0, timeout_s=TIMEOUT_S)
         assert len(cluster.receivers[0].reader.links) == 0
         assert not cluster.leftovers()
