@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from reshard.planner.cuts import Cuts
-from reshard.planner.dictionaries import GeometryDict, TensorDict
+from reshard.planner.dictionaries import TensorDict
+from reshard.planner.geometries import GeometryDict
 from reshard.planner.shards import ShardPart
 from reshard.rendezvous import limits
 from reshard.rendezvous.converts import (

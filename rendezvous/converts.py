@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.planner.cuts import Cuts
-from reshard.planner.dictionaries import GeometryDict, TensorDict
+from reshard.planner.dictionaries import TensorDict
+from reshard.planner.geometries import GeometryDict
 from reshard.planner.errors import ReshardError
 from reshard.planner.shards import Holder, ShardPart
 from reshard.rendezvous import limits

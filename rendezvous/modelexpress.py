@@ -23,7 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from reshard.planner.dictionaries import GeometryDict, TensorDict
+from reshard.planner.dictionaries import TensorDict
+from reshard.planner.geometries import GeometryDict
 from reshard.planner.dtypes import dtype
 from reshard.planner.errors import DTypeError, TableError
 from reshard.planner.shards import Holder, Memory, ShardPart

@@ -21,7 +21,7 @@ from itertools import chain
 
 import numpy as np
 
-from reshard.planner.dictionaries import MAX_NDIM
+from reshard.planner.geometries import MAX_NDIM
 from reshard.planner.dtypes import dtype
 from reshard.planner.errors import ConflictError, DTypeError
 from reshard.rendezvous.errors import InvalidRequestError

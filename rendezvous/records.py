@@ -234,9 +234,10 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Ballot:
-    """Which worker stands for each member, what the members voted, and whether they installed."""
+    """Which tables the version had, which worker stands for each member, what they voted and whether they installed."""
 
     id: str
+    tables: tuple[bytes, ...] = ()
     joined: Mapping[str, str] = field(default_factory=dict)
     leases: Mapping[str, str] = field(default_factory=dict)
     votes: Mapping[str, Vote] = field(default_factory=dict)

@@ -184,9 +184,9 @@ def publish_slot(view: View, uid: str, record: SlotRecord, n_rows: int) -> Rende
     worker = require_worker(view, record.worker_id, role="trainer", model=key.model)
     if record.slot not in version.slots:
         raise VersionError(f"{key} has no slot {record.slot!r}; it expects {_sample(version.slots)}")
-    filled = _check_refill(view, version, record, worker)
-    if filled:
-        return None
+    if _check_refill(view, version, record, worker):
+        refused = version.state is VersionState.REFUSED
+        return EqualityError(version.reason, holders=version.holders) if refused else None
     if version.state is not VersionState.STAGING:
         raise StaleError(f"{key} is {version.state.value}; slot {record.slot!r} cannot be filled any more")
     if record.empty and n_rows:

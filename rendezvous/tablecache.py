@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from reshard.planner.cuts import Cuts
-from reshard.planner.dictionaries import GeometryDict, TensorDict
+from reshard.planner.dictionaries import TensorDict
+from reshard.planner.geometries import GeometryDict
 from reshard.planner.shards import ShardPart
 from reshard.rendezvous.catalog import Lru, parse_content
 from reshard.rendezvous.converts import (

@@ -138,7 +138,9 @@ def join(view: View, wish: Join) -> Granted | Pending | AbortedError:
         history=_prune(view, group),
     )
     view.put(key, group)
-    return _enter(view, wish, txn, Ballot(txn.id), chosen)
+    # kept with the ballot: the publisher may let the version go as soon as its leases end, before the last vote
+    tables = tuple(dict.fromkeys(record.table_digest for record in slot_records(view, chosen)))
+    return _enter(view, wish, txn, Ballot(txn.id, tables), chosen)
 
 
 def _missed_abort(view: View, wish: Join, group: Group) -> Transaction | None:
@@ -267,11 +269,11 @@ def cast_vote(view: View, txn_id: str, member: str, worker_id: str, vote: Vote, 
         return _facts(_decide(view, txn, ballot, Decision.ABORT, f"{member!r} voted no{why}"))
     if len(ballot.votes) < len(txn.members):
         return _facts(txn)
-    flaw = _find_flaw(view, txn, ballot, unconsumed)
+    flaw = _find_flaw(txn, ballot, unconsumed)
     return _facts(_decide(view, txn, ballot, Decision.ABORT if flaw else Decision.COMMIT, flaw))
 
 
-def _find_flaw(view: View, txn: Transaction, ballot: Ballot, unconsumed: Unconsumed) -> str:
+def _find_flaw(txn: Transaction, ballot: Ballot, unconsumed: Unconsumed) -> str:
     """Say why a unanimous yes does not make a COMMIT; empty if it does."""
     votes = ballot.votes
     reference = txn.members[0]
@@ -283,12 +285,8 @@ def _find_flaw(view: View, txn: Transaction, ballot: Ballot, unconsumed: Unconsu
     allowed = tuple(dict.fromkeys(p for vote in votes.values() for p in vote.allow_unconsumed))
     if "*" in allowed:
         return ""
-    version = view.get(version_key(txn.uid), watch=False)
-    if version is None:
-        return f"{txn.key} went before the vote was complete, so what it published cannot be compared"
-    tables = tuple(dict.fromkeys(record.table_digest for record in slot_records(view, version)))
     names = tuple(dict.fromkeys(vote.names_digest for vote in votes.values()))
-    left = unconsumed(tables, names, allowed)
+    left = unconsumed(ballot.tables, names, allowed)
     if left:
         shown = ", ".join(repr(name) for name in left[:10])
         return f"{len(left)} published tensors were consumed by no member: {shown}"

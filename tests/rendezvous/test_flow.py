@@ -240,6 +240,8 @@ def test_n1b_replicas_that_differ_are_refused(rdv: Rendezvous) -> None:
     with pytest.raises(EqualityError, match="'t0' and 't1' claim equal content for 'embed'") as caught:
         rdv.publish_slot(uid, make_record("t1", workers["t1"].id, digest, roots={"embed": b"\2" * 32}), workers["t1"])
     assert caught.value.holders == ("t0", "t1")
+    with pytest.raises(EqualityError, match="'t0' and 't1'"):
+        rdv.publish_slot(uid, make_record("t0", workers["t0"].id, digest, roots={"embed": b"\1" * 32}), workers["t0"])
     with pytest.raises(EqualityError, match=r"qwen@0\.3 was refused") as refused:
         wait(rdv, "r0", receiver(rdv, "r0"), want=3)
     assert refused.value.holders == ("t0", "t1")
@@ -343,6 +345,25 @@ def test_fence_waits_for_leases(rdv: Rendezvous) -> None:
     assert rdv.describe().versions == ()
     with pytest.raises(StaleError, match="is gone or was never opened"):
         wait(rdv, "r9", receiver(rdv, "r9"), ("r9",), want=1, group="h")
+
+
+def test_a_version_may_go_once_its_leases_ended_though_votes_are_open(rdv: Rendezvous) -> None:
+    """Publishers change memory in place as soon as the fence lets them; what was read and verified still commits."""
+    uid = publish(rdv, 1, {"t0": trainer(rdv, "t0")})
+    receivers = {name: receiver(rdv, name) for name in ("r0", "r1")}
+    manifests = {name: wait(rdv, name, worker) for name, worker in receivers.items()}
+    for manifest in manifests.values():
+        rdv.release_lease(manifest.lease)
+    rdv.close_admission(uid)
+    rdv.wait_leases(uid, timeout_s=5.0)
+    assert rdv.retire(uid)
+    txn = manifests["r0"].transaction
+    with ThreadPoolExecutor(2) as pool:
+        votes = [
+            pool.submit(rdv.vote, txn, name, True, names_consumed=["w"], wire_bytes=1, timeout_s=5.0)
+            for name in receivers
+        ]
+        assert [v.result(timeout=10).decision for v in votes] == [Decision.COMMIT] * 2
 
 
 def test_a_lease_ends_by_itself(rdv: Rendezvous) -> None:
