@@ -46,20 +46,13 @@ class CommonTransport(Holding):
         """See `Transport.post`."""
         if not isinstance(prepared, PreparedList) or not prepared.belongs_to(self):
             raise TypeError(f"post: got {type(prepared).__name__}, expected a list prepared by this transport")
-        peer = prepared.peer
         with self._lock:
-            self._check_open()
-            self._check_peer(peer)
-            if prepared.closed:
-                raise TransferError(f"the list for peer {peer.name!r} is closed", peer=peer.name)
-            if prepared.busy is not None:
-                raise TransferError(f"the list for peer {peer.name!r} is in flight already", peer=peer.name)
-            self._check_poison(prepared)
+            self._check_postable(prepared)
             transfer = self._claim(prepared) if prepared.epoch == self._epoch else None
         if transfer is None:
             self._build_native(prepared)
             with self._lock:
-                self._check_poison(prepared)
+                self._check_postable(prepared)
                 transfer = self._claim(prepared)
         if transfer.inline:
             while transfer.step() and transfer.state == "active":
@@ -67,6 +60,19 @@ class CommonTransport(Holding):
         else:
             self._driver.submit(transfer)
         return transfer
+
+    def _check_postable(self, prepared: PreparedList) -> None:
+        peer = prepared.peer
+        well = not (self._closed or peer.closed or peer.failed or prepared.closed or prepared.busy is not None)
+        if well and not (self._poisoned or self._rebuilding):
+            return
+        self._check_open()
+        self._check_peer(peer)
+        if prepared.closed:
+            raise TransferError(f"the list for peer {peer.name!r} is closed", peer=peer.name)
+        if prepared.busy is not None:
+            raise TransferError(f"the list for peer {peer.name!r} is in flight already", peer=peer.name)
+        self._check_poison(prepared)
 
     def _claim(self, prepared: PreparedList) -> ListTransfer:
         if prepared.gate is None:

@@ -15,10 +15,15 @@ import numpy.typing as npt
 from reshard.transports.endpoint import Endpoint
 from reshard.transports.ledger import Entry
 from reshard.transports.regions import U64, MemoryKind, Region, RegionTable
+from reshard.transports.rows import RUN_COST_BYTES
 from reshard.transports.transfer import ListTransfer, Slice
 
 if TYPE_CHECKING:
     from reshard.transports.holding import Holding
+
+
+SMALL_BYTES = 8 << 20
+"""Lists up to this weight (see `rows.cut_runs`; about a millisecond) are posted by the calling thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +129,7 @@ class PreparedList:
         "nbytes",
         "peer",
         "slices",
+        "small",
         "work",
     )
 
@@ -143,6 +149,7 @@ class PreparedList:
         self.destinations = destinations
         self.nbytes = nbytes
         self.n_descriptors = work.cuts[-1]
+        self.small = nbytes + self.n_descriptors * RUN_COST_BYTES <= SMALL_BYTES
         self.busy: ListTransfer | None = None
         self.closed = False
         self.epoch = -1

@@ -117,9 +117,10 @@ class Agent:
     @property
     def native(self) -> nixl_agent:
         """The native agent; use it under `lock`, and keep no reference."""
-        if self._agent is None:
+        agent = self._agent
+        if agent is None:
             raise TransferError(f"NIXL agent {self.name} has been destroyed")
-        return self._agent
+        return agent
 
     # --- memory ---------------------------------------------------------------------------------------
 
@@ -317,7 +318,11 @@ class NixlSlice:
         try:
             with agent.lock:
                 self.flying = True
-                return self._is_done(agent.native.transfer(handle), handle)
+                state = agent.native.transfer(handle)
+                if state == "DONE" and not agent.telemetry:
+                    self.flying = False
+                    return True
+                return self._is_done(state, handle)
         except Exception as error:
             handle = None  # the error keeps this frame, and a handle would keep the agent
             raise translate(error, f"posting a read from peer {self._peer!r}", self._peer) from error

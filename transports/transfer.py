@@ -99,7 +99,7 @@ class ListTransfer:
     state : str
     error : TransportError or None
     inline : bool
-        Small enough to be driven by the thread that waits for it.
+        Small enough to be driven by the thread that posts it and waits for it.
     posted : int
         Slices handed to the native library.
     failed_in_flight : bool
@@ -108,25 +108,16 @@ class ListTransfer:
         Nothing is in flight and nothing will be posted.
     """
 
-    __slots__ = (
-        "_cancelled",
-        "_flying",
-        "_gate",
-        "_gate_state",
-        "_lock",
-        "_on_end",
-        "_slices",
-        "began",
-        "ended",
-        "error",
-        "failed_in_flight",
-        "inline",
-        "post_seconds",
-        "posted",
-        "prepared",
-        "quiet",
-        "state",
-    )
+    # Defaults on the class: one of these is made for each list at each refit.
+    state = "active"
+    error: TransportError | None = None
+    ended = 0.0
+    post_seconds = 0.0
+    posted = 0
+    failed_in_flight = False
+    quiet = False
+    _gate_state = "shut"
+    _cancelled = False
 
     def __init__(
         self,
@@ -136,21 +127,12 @@ class ListTransfer:
         on_end: Callable[[ListTransfer], None],
     ) -> None:
         self.prepared = prepared
-        self.state = "active"
-        self.error: TransportError | None = None
         self.began = time.monotonic()
-        self.ended = 0.0
-        self.post_seconds = 0.0
-        self.posted = 0
-        self.failed_in_flight = False
-        self.inline = len(slices) <= 1
-        self.quiet = False
+        self.inline = prepared.small
         self._gate = gate
-        self._gate_state = "shut"
         self._slices = slices
         self._on_end = on_end
         self._flying: list[Slice] = []
-        self._cancelled = False
         self._lock = threading.Lock()
 
     @property
@@ -227,7 +209,7 @@ class ListTransfer:
         if wanted and len(self._flying) < IN_FLIGHT:
             moved = True
             self._post(self._slices[self.posted])
-        for piece in list(self._flying):
+        for piece in list(self._flying) if self._flying else ():
             try:
                 if not piece.poll():
                     moved |= piece.moved
