@@ -53,6 +53,10 @@ def _application() -> Callable[[], object]:
         tp: int = typer.Option(2, help="Tensor-parallel inference processes."),
         layers: int = typer.Option(4, help="Decoder layers."),
         model: str = typer.Option("moe", help="moe (Qwen3-MoE, 6 experts) or dense (Qwen3, tied embeddings)."),
+        refits: int = typer.Option(2, help="Refits, with an optimizer step before each but the first."),
+        cut_hints: bool = typer.Option(
+            False, "--cut-hints", help="From the second version on, lay buffers out by what the ranks read."
+        ),
         kill: str = typer.Option("", help="Kill this trainer (e.g. trainer-2) in the middle of the warm refit; fails."),
         keep: Path | None = typer.Option(None, help="Leave checkpoints, parameters and logs in this folder."),  # noqa: B008
         json_file: Path | None = typer.Option(None, "--json", help="Write the report to this file as JSON."),  # noqa: B008
@@ -66,6 +70,8 @@ def _application() -> Callable[[], object]:
             tensor_parallel=tp,
             layers=layers,
             model=model,
+            refits=refits,
+            cut_hints=cut_hints,
             kill=kill,
             keep=keep,
             json_file=json_file,
@@ -128,6 +134,8 @@ def _demo(
     tensor_parallel: int,
     layers: int,
     model: str,
+    refits: int,
+    cut_hints: bool,
     kill: str,
     keep: Path | None,
     json_file: Path | None,
@@ -147,6 +155,8 @@ def _demo(
         tensor_parallel=tensor_parallel,
         layers=layers,
         model=model,
+        refits=refits,
+        cut_hints=cut_hints,
         kill=kill,
         keep=keep,
         timeout_s=timeout_s,

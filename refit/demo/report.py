@@ -67,6 +67,7 @@ def as_json(report: DemoReport) -> Message:
         "trainers": settings.trainers,
         "sharding": settings.sharding,
         "tensor_parallel": settings.tensor_parallel,
+        "cut_hints": settings.cut_hints,
         "transport": report.transport,
         "published": dict(report.trainers),
         "refits": refits,
@@ -83,8 +84,10 @@ def print_report(report: DemoReport, console: Console) -> None:
     )
     console.print(_moved(report))
     columns = [(refit, name) for name in report.settings.inference_names for refit in range(len(report.refits))]
-    for first in range(0, len(columns), COLUMNS_A_TABLE):
-        console.print(_stages(report, columns[first : first + COLUMNS_A_TABLE]))
+    n_refits = len(report.refits)
+    n_columns = max(COLUMNS_A_TABLE // n_refits, 1) * n_refits
+    for first in range(0, len(columns), n_columns):
+        console.print(_stages(report, columns[first : first + n_columns]))
     console.print("certificate")
     for name in settings.inference_names:
         console.print(f"  {_certificate(name, report.refits[-1])}", soft_wrap=True)
@@ -99,8 +102,8 @@ def print_report(report: DemoReport, console: Console) -> None:
     console.print(f"[dim]{phases}[/dim]", soft_wrap=True)
 
 
-def _kind(index: int) -> str:
-    return "warm" if index else "cold"
+def _kind(rank: Message) -> str:
+    return "cold" if rank["cold"] else "warm"
 
 
 def _moved(report: DemoReport) -> Table:
@@ -113,11 +116,11 @@ def _moved(report: DemoReport) -> Table:
     for heading in ("rank", "refit", "useful", "on wire", "verified", "descriptors", "GB/s", "seconds"):
         table.add_column(heading, justify="left" if heading in ("rank", "refit") else "right", no_wrap=True)
     for name in report.settings.inference_names:
-        for index, refit in enumerate(report.refits):
+        for refit in report.refits:
             rank = refit.ranks[name]
             table.add_row(
                 name,
-                _kind(index),
+                _kind(rank),
                 *(f"{_number(rank[key]) / 1e6:,.3f}" for key in ("useful_bytes", "wire_bytes", "verified_bytes")),
                 f"{_number(rank['n_descriptors']):,.0f}",
                 f"{_number(rank['gbps']):.2f}",
@@ -145,8 +148,9 @@ def _stages(report: DemoReport, columns: list[tuple[int, str]]) -> Table:
     table.add_column("stage")
     of_column: list[dict[str, JsonValue]] = []
     for index, name in columns:
-        table.add_column(f"{name}\n{_kind(index)}", justify="right")
-        stages = report.refits[index].ranks[name]["stages"]
+        rank = report.refits[index].ranks[name]
+        table.add_column(f"{name}\n{_kind(rank)}, step {report.refits[index].step}", justify="right")
+        stages = rank["stages"]
         of_column.append(stages if isinstance(stages, dict) else {})
     names = list(dict.fromkeys(stage for stages in of_column for stage in stages))
     for stage in names:

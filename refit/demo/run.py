@@ -22,7 +22,7 @@ from reshard.refit.demo.settings import DemoError, DemoSettings
 from reshard.refit.demo.supervisor import Child, ChildrenFailed, Supervisor
 from reshard.transports.registry import probe
 
-__all__ = ["STEPS", "DemoReport", "Progress", "RefitOfRanks", "run_demo"]
+__all__ = ["DemoReport", "Progress", "RefitOfRanks", "run_demo"]
 
 PRELOAD: Final = (
     "torch",
@@ -38,9 +38,6 @@ ENVIRONMENT: Final = {
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONUNBUFFERED": "1",
 }
-STEPS: Final = (0, 1)
-"""Training steps that are published: the first refit is cold, the second one warm."""
-
 Progress = Callable[[str, str, int, int], None]
 """Called with (what happens now, who does what of it or "", steps done, steps in all)."""
 
@@ -142,7 +139,8 @@ class _Run:
         self.progress = progress
         self.report = DemoReport(settings)
         self.deadline = time.monotonic() + settings.timeout_s
-        self.n_steps = 3 + 5 * len(STEPS) + len(STEPS) - 1
+        self.n_steps = 3 + 6 * settings.refits - 1
+        self.layout_epoch = 0
         self.n_done = 0
 
     def run(self) -> DemoReport:
@@ -156,7 +154,7 @@ class _Run:
             trainers = f"{self.settings.trainers} trainers ({self.settings.sharding})"
             with self._step("start", f"starting {trainers}, {self.settings.tensor_parallel} inference ranks"):
                 self._start_ranks(address)
-            for step in STEPS:
+            for step in range(self.settings.refits):
                 loss = self._train(step) if step else None
                 if step and self.settings.kill:
                     self._refit_and_kill(step)
@@ -192,6 +190,7 @@ class _Run:
         common: Message = {"transport": settings.transport, "rendezvous": address, "timeout_s": settings.timeout_s}
         store = str(self.folder / f"gloo-{time.time_ns()}")
         layout: Message = {"trainers": settings.trainers, "sharding": settings.sharding, "store": store}
+        layout["cut_hints"] = settings.cut_hints
         self.trainers: list[Child] = [
             self.supervisor.start(
                 name,
@@ -222,12 +221,13 @@ class _Run:
         return sum(loss for loss in losses if isinstance(loss, float)) / len(losses)
 
     def _refit(self, step: int, loss: float | None) -> RefitOfRanks:
-        kind = "warm" if self.report.refits else "cold"
+        planned_before = self.report.refits and not (self.settings.cut_hints and len(self.report.refits) == 1)
+        kind = "warm" if planned_before else "cold"
         folder = self.folder / f"checkpoint-{step}"
         dumps = {child.name: self.folder / f"{child.name}-step-{step}.safetensors" for child in self.inference}
         started = time.perf_counter()
         with self._step("publish", f"step {step}: publishing"):
-            published = self._ask(self.trainers, {"do": "publish", "step": step})
+            published = self._publish(step)
         publish_s = time.perf_counter() - started
         self.report.trainers = self.report.trainers or published
         started = time.perf_counter()
@@ -249,6 +249,12 @@ class _Run:
             raise DemoError(f"step {step}: greedy tokens: got {refitted} of the refitted weights, expected {trained}")
         n_elems = sum(int(str(answer["n_elems"])) for answer in checked.values())
         return RefitOfRanks(step, loss, publish_s, refit_s, ranks, n_elems, refitted)
+
+    def _publish(self, step: int) -> dict[str, Message]:
+        if step and self.settings.cut_hints and not self.layout_epoch:
+            answer = self._ask(self.trainers[:1], {"do": "layout epoch"})[self.trainers[0].name]
+            self.layout_epoch = int(str(answer["layout_epoch"]))
+        return self._ask(self.trainers, {"do": "publish", "step": step, "layout_epoch": self.layout_epoch})
 
     def _refit_and_kill(self, step: int) -> NoReturn:
         """Kill a trainer while all ranks are about to read, and raise what the ranks say of it.
@@ -272,7 +278,7 @@ class _Run:
 
         before = self._digests()
         with self._step("publish", f"step {step}: publishing"):
-            self._ask(self.trainers, {"do": "publish", "step": step})
+            self._publish(step)
         with self._step("refit warm", f"step {step}: warm refit, killing {victim.name} in the middle"):
             failures = self._failures_of_refit({"do": "refit", "step": step, "pause_at": "read"}, on_event)
         lines = [f"{victim.name} was killed in the middle of the refit to step {step}"]

@@ -25,6 +25,7 @@ SHARDINGS = ("fsdp", "hsdp", "fsdp+tp")
 
 MAX_TRAINERS = 64
 MAX_LAYERS = 128
+MAX_REFITS = 100
 N_QUERY_HEADS = 8
 
 
@@ -50,6 +51,11 @@ class DemoSettings:
         Number of decoder layers.
     model
         "moe" or "dense".
+    refits
+        How many refits, at least 2, with an optimizer step before each but the first.
+    cut_hints
+        Whether the trainers lay their buffers out, from the second version on, by the boxes that the inference ranks
+        read: that refit plans anew, and all that is read later is verified.
     kill
         Name of a trainer to kill in the middle of the warm refit, to see what happens; empty kills none.
     keep
@@ -69,6 +75,8 @@ class DemoSettings:
     tensor_parallel: int = 2
     layers: int = 4
     model: str = "moe"
+    refits: int = 2
+    cut_hints: bool = False
     kill: str = ""
     keep: Path | None = None
     timeout_s: float = 300.0
@@ -86,6 +94,8 @@ class DemoSettings:
             raise DemoError(f"--layers: got {self.layers}, expected 1 to {MAX_LAYERS}")
         if self.tensor_parallel < 1 or N_QUERY_HEADS % self.tensor_parallel:
             raise DemoError(f"--tp: got {self.tensor_parallel}, expected a divisor of the {N_QUERY_HEADS} query heads")
+        if not 2 <= self.refits <= MAX_REFITS:
+            raise DemoError(f"--refits: got {self.refits}, expected 2 to {MAX_REFITS}")
         if self.kill and self.kill not in self.trainer_names:
             raise DemoError(f"--kill: got {self.kill!r}, expected one of {', '.join(self.trainer_names)}")
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):

@@ -43,6 +43,7 @@ def run_trainer(
     layers: int,
     trainers: int,
     sharding: str,
+    cut_hints: bool,
     transport: str,
     rendezvous: str,
     store: str,
@@ -56,7 +57,7 @@ def run_trainer(
         To the supervisor.
     rank
         This trainer's rank.
-    model, layers, trainers, sharding, transport, timeout_s
+    model, layers, trainers, sharding, cut_hints, transport, timeout_s
         As in `DemoSettings`.
     rendezvous
         Address of the rendezvous service.
@@ -92,12 +93,19 @@ def run_trainer(
         slots=settings.trainer_names,
         wire_dtype="bfloat16",
         wire_dtype_exceptions=models.KEPT_IN_FLOAT32,
+        cut_hints=cut_hints,
         ttl_s=WORKER_TTL_S,
     )
     try:
         trainer = _Trainer(settings, rank, publisher, epoch=service.open_epoch(MODEL_NAME, run_id=store))
         channel.send({"answer": {"transport": wire.name}})
-        serve_commands(channel, {"publish": trainer.publish, "train": trainer.train, "save": trainer.save})
+        commands = {
+            "publish": trainer.publish,
+            "layout epoch": trainer.layout_epoch,
+            "train": trainer.train,
+            "save": trainer.save,
+        }
+        serve_commands(channel, commands)
     finally:
         publisher.close()
         wire.close()
@@ -131,16 +139,25 @@ class _Trainer:
         started = time.perf_counter()
         held = self.names.apply(local_tensors(self.model, copies_over=("tp",)))
         self.publisher.publish(
-            epoch=self.epoch, step=_step(command), tensors=held, timeout_s=self.timeout_s, empty=not held
+            epoch=self.epoch,
+            step=_integer(command, "step"),
+            tensors=held,
+            empty=not held,
+            layout_epoch=_integer(command, "layout_epoch"),
+            timeout_s=self.timeout_s,
         )
         n_experts = len({tensor.name for tensor in held if ".experts." in tensor.name and ".layers.0." in tensor.name})
         return {"n_boxes": len(held), "n_expert_tensors": n_experts, "seconds": time.perf_counter() - started}
+
+    def layout_epoch(self, command: Message) -> Message:
+        """Answer with the newest layout epoch of the receivers' cut hints."""
+        return {"layout_epoch": self.publisher.newest_layout_epoch()}
 
     def train(self, command: Message) -> Message:
         require("torch", extra="torch")
         import torch
 
-        generator = torch.Generator().manual_seed(1000 * _step(command) + self.data_rank)
+        generator = torch.Generator().manual_seed(1000 * _integer(command, "step") + self.data_rank)
         tokens = torch.randint(0, self.config.vocab_size, (2, 32), generator=generator)
         self.model.train()
         loss = self.model(input_ids=tokens, labels=tokens).loss
@@ -199,8 +216,8 @@ def _gather(name: str, parameter: torch.Tensor) -> torch.Tensor:
     return parameter.full_tensor().detach()
 
 
-def _step(command: Message) -> int:
-    step = command["step"]
-    if not isinstance(step, int):
-        raise TypeError(f"step: got {step!r}, expected an integer")
-    return step
+def _integer(command: Message, name: str) -> int:
+    value = command[name]
+    if not isinstance(value, int):
+        raise TypeError(f"{name}: got {value!r}, expected an integer")
+    return value
