@@ -218,7 +218,8 @@ async def call(channel: grpc.aio.Channel, name: str, messages: list[bytes]) -> g
     """Send raw messages; returns the error that came back, None if it was OK."""
     for pause_s in (0.0, 0.01, 0.1, 0.5):
         error = await call_once(channel, name, messages, pause_s)
-        # A write of grpcio's own client that crosses the server's refusal hides what the server said: ask again, slowly.
+        # A write of grpcio's own client that crosses the server's refusal hides what the server said: ask again,
+        # slowly.
         if error is None or error.details() != "Internal error from Core":
             return error
     return error

@@ -26,8 +26,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from tests.rendezvous.redis_records import read_records
 
-from reshard.rendezvous import codec, state, sweeping, transactions
+from reshard.rendezvous import state, sweeping, transactions
 from reshard.rendezvous.errors import (
     AbortedError,
     EqualityError,
@@ -39,7 +40,7 @@ from reshard.rendezvous.errors import (
     VersionError,
     WorkerLostError,
 )
-from reshard.rendezvous.records import KINDS, Group, Model, Transaction, Version, VersionState, Vote
+from reshard.rendezvous.records import Group, Model, Transaction, Version, VersionState, Vote
 from reshard.rendezvous.redis_store import RedisStore
 from reshard.rendezvous.store import MemoryStore
 from reshard.rendezvous.transactions import Granted, Join, Pending
@@ -849,8 +850,8 @@ class RedisMachine(RendezvousMachine):
         import redis
 
         self.loop = asyncio.new_event_loop()
-        self.redis = redis.Redis.from_url(self.url)
-        self.redis.flushall()
+        with redis.Redis.from_url(self.url) as client:
+            client.flushall()
         self.stores = [self.wait(RedisStore.open(self.url)) for _ in range(2)]
         self.turns = itertools.cycle([0, 0, 1, 0, 1, 1])
 
@@ -865,14 +866,7 @@ class RedisMachine(RendezvousMachine):
         return self.wait(self.stores[next(self.turns)].run(at_shadow_time)).value
 
     def snapshot(self) -> dict:
-        prefix = "{reshard}:record:"
-        keys = [key.decode() for key in self.redis.keys(f"{prefix}*")]
-        pipe = self.redis.pipeline(transaction=False)
-        for key in keys:
-            pipe.hget(key, "v")
-        names = [key.removeprefix(prefix) for key in keys]
-        blobs = zip(names, pipe.execute(), strict=True)
-        return {name: codec.decode(KINDS[name.partition(":")[0]], blob) for name, blob in blobs}
+        return read_records(self.url)
 
     @rule(number=st.integers(0, 1))
     def restart_server(self, number: int) -> None:
@@ -883,7 +877,6 @@ class RedisMachine(RendezvousMachine):
         for store in self.stores:
             self.wait(store.close())
         self.loop.close()
-        self.redis.close()
 
 
 RendezvousMachine.TestCase.settings = settings(
