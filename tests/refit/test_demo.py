@@ -118,15 +118,12 @@ def test_other_layouts(
 @needs_packages
 @pytest.mark.slow
 def test_cut_hints_make_every_byte_verified(tmp_path: Path) -> None:
-    """The second refit plans anew, for buffers laid out by what the ranks read; the third is warm and verified whole."""
+    """The second refit plans anew, for buffers laid out by what the ranks read; the third is verified whole."""
     done = run_demo(tmp_path, "--refits", "3", "--cut-hints")
     assert done.returncode == 0, done.stdout + done.stderr
     refits = json.loads((tmp_path / "report.json").read_text())["refits"]
-    assert [[rank["cold"] for rank in refit["ranks"].values()] for refit in refits] == [
-        [True] * 2,
-        [True] * 2,
-        [False] * 2,
-    ]
+    cold = [{rank["cold"] for rank in refit["ranks"].values()} for refit in refits]
+    assert cold == [{True}, {True}, {False}]
     for rank in refits[0]["ranks"].values():
         assert rank["verified_bytes"] < rank["wire_bytes"]
     for rank in refits[2]["ranks"].values():
