@@ -124,7 +124,6 @@ class InPlacePublisher:
         self._part = ShardPart.from_shards(holder, shards, self._sizes.tolist(), layout, claim)
         self._groups = replica_groups(self._part, self._grid)
         self._views = [_bytes_at(t) for t in self._tensors]
-        self._table_digest = b""
 
     def publish(self, *, epoch: int, step: int, layout_epoch: int = 0, timeout_s: float) -> Published:
         """Offer the live bytes as (epoch, step); nobody may write them until `fence` returns.
@@ -151,14 +150,12 @@ class InPlacePublisher:
                     digest_into(view[at : at + int(self._grid.nbytes[i])], self._grid.tags[i], out[i])
             root = root_of(out)
             roots = {str(g): root_of(out[cells], key) for g, (cells, key) in self._groups.items()}
-        if not self._table_digest:
-            self._table_digest = self._rendezvous.put_table(self._part, timeout_s=deadline.remaining("put table"))
         self._counters = self._versions()
         self._seqlock.commit(epoch, step)
         self._uid = self._offering.offer(
             version,
             deadline,
-            table_digest=self._table_digest,
+            part=self._part,
             region_bases=self._bases,
             region_bytes=self._sizes,
             header_region=self._header_region,

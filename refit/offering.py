@@ -15,6 +15,7 @@ from reshard.rendezvous.errors import RendezvousTimeoutError, StaleError
 from reshard.rendezvous.types import SlotRecord, VersionKey, WorkerInfo
 
 if TYPE_CHECKING:
+    from reshard.planner import ShardPart
     from reshard.rendezvous import Rendezvous, Worker
     from reshard.transports import Transport
 
@@ -55,13 +56,14 @@ class Offering:
         self.host = host or socket.gethostname()
         self._ttl_s = ttl_s
         self._worker: Worker | None = None
+        self._put = b""
 
     def offer(
         self,
         version: VersionKey,
         deadline: Deadline,
         *,
-        table_digest: bytes,
+        part: ShardPart,
         region_bases: U64,
         region_bytes: Int64,
         header_region: int,
@@ -73,7 +75,7 @@ class Offering:
         empty: bool = False,
         layout_epoch: int = 0,
     ) -> str:
-        """Open the version and fill the slot; returns the version's uid.
+        """Put the table if the service lacks it, open the version and fill the slot; returns the version's uid.
 
         Raises
         ------
@@ -92,7 +94,7 @@ class Offering:
             worker_id=self._worker.id,
             host=self.host,
             endpoints=endpoints,
-            table_digest=table_digest,
+            table_digest=part.digest,
             region_bases=region_bases,
             region_bytes=region_bytes,
             memory=memory,
@@ -103,8 +105,21 @@ class Offering:
             empty=empty,
             roots=roots or {},
         )
-        self.rendezvous.publish_slot(uid, record, self._worker, timeout_s=deadline.remaining("publish slot"))
+        if self._put != part.digest:
+            self._put_table(part, deadline)
+        try:
+            self.rendezvous.publish_slot(uid, record, self._worker, timeout_s=deadline.remaining("publish slot"))
+        except StaleError:
+            # A service that was restarted knows neither tables nor, for that matter, the version.
+            self._put_table(part, deadline)
+            uid = self.rendezvous.open_version(
+                version, self.slots, layout_epoch=layout_epoch, timeout_s=deadline.remaining("open version")
+            )
+            self.rendezvous.publish_slot(uid, record, self._worker, timeout_s=deadline.remaining("publish slot"))
         return uid
+
+    def _put_table(self, part: ShardPart, deadline: Deadline) -> None:
+        self._put = self.rendezvous.put_table(part, timeout_s=deadline.remaining("put table"))
 
     def is_leased(self, uid: str) -> bool:
         """Whether somebody reads a version now."""

@@ -125,7 +125,6 @@ class Publisher:
         self._layout_name, self._claim = layout, claim
         self._layout: PackedLayout | None = None
         self._signature = b""
-        self._table_digest = b""
         self._buffers: list[PublishBuffer] = []
         self._newest: PublishBuffer | None = None
 
@@ -214,7 +213,7 @@ class Publisher:
         buffer.uid = self._offering.offer(
             version,
             deadline,
-            table_digest=self._table_digest,
+            part=layout.part,
             region_bases=buffer.region_bases,
             region_bytes=buffer.region_bytes,
             header_region=HEADER,
@@ -259,7 +258,6 @@ class Publisher:
             if buffer.uid:
                 self._end(buffer, deadline)
         self._drop_buffers()
-        self._table_digest = self._rendezvous.put_table(layout.part, timeout_s=deadline.remaining("put table"))
         self._layout, self._signature = layout, signature
         return layout
 

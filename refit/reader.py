@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -165,7 +166,10 @@ class Reader:
         if self._swaps and again:
             self._current = 1 - self._current
             if self._current >= len(self._shadows):
-                self._shadows.append(self._arena("shadow", self._sizes(shadow=True)))
+                # Made now so that the next refit is warm; where there is no room for it now, the next one fails
+                # cleanly.
+                with contextlib.suppress(MemoryError, TransportError):
+                    self._shadows.append(self._arena("shadow", self._sizes(shadow=True)))
 
     def materialised(self, names: Sequence[str]) -> dict[str, U8]:
         """The staged sources, by published name."""

@@ -161,13 +161,12 @@ class ServeOn:
         for i, (at, size) in enumerate(zip(grid.offset_bytes.tolist(), grid.nbytes.tolist(), strict=True)):
             digest_into(arena.memory[at : at + size], grid.tags[i], digests[i])
         SeqLock(meta.buffers["header"]).commit(version.epoch, version.step)
-        table = r.rendezvous.put_table(part, timeout_s=deadline.remaining("put table"))
         key = type(version)(self.model, version.epoch, version.step)
         try:
             self._uid = self._offering.offer(
                 key,
                 deadline,
-                table_digest=table,
+                part=part,
                 region_bases=np.array([arena.base, *meta.bases.tolist()], np.uint64),
                 region_bytes=np.array(region_bytes, np.int64),
                 header_region=1,

@@ -414,7 +414,7 @@ def test_a_failing_read_installs_nothing_even_over_a_sentinel(monkeypatch: pytes
 
         def broken(*args: object, **kwargs: object) -> object:
             assert cluster.all_joined()
-            raise TransferError("the wire broke", peer="trainer-0")
+            raise TransferError("the wire broke")
 
         monkeypatch.setattr(cluster.receiver_transports[0], "wait", broken)
         first, second = cluster.refit(1)
