@@ -23,6 +23,7 @@ from reshard.transports.errors import (
     PoisonedMemoryError,
     TransferError,
     TransferTimeoutError,
+    TransportError,
 )
 from reshard.transports.holding import GRACE_S, Holding
 from reshard.transports.lists import PreparedList
@@ -49,8 +50,9 @@ class CommonTransport(Holding):
         with self._lock:
             self._check_postable(prepared)
             transfer = self._claim(prepared) if prepared.epoch == self._epoch else None
+            prepared.building = transfer is None
         if transfer is None:
-            self._build_native(prepared)
+            self._build_again(prepared)
             with self._lock:
                 self._check_postable(prepared)
                 transfer = self._claim(prepared)
@@ -61,16 +63,27 @@ class CommonTransport(Holding):
             self._driver.submit(transfer)
         return transfer
 
+    def _build_again(self, prepared: PreparedList) -> None:
+        """Build a list for the agent of now; others find it in flight meanwhile."""
+        try:
+            with self._native_work():
+                self._build_native(prepared)
+        finally:
+            with self._lock:
+                prepared.building = False
+                self._free_if_idle(prepared)
+
     def _check_postable(self, prepared: PreparedList) -> None:
         peer = prepared.peer
-        well = not (self._closed or peer.closed or peer.failed or prepared.closed or prepared.busy is not None)
-        if well and not (self._poisoned or self._rebuilding):
+        busy = prepared.busy is not None or prepared.building
+        well = not (self._closing or peer.closed or peer.failed or prepared.closed or busy)
+        if well and not (self._poisoned or self._n_rebuilding):
             return
         self._check_open()
         self._check_peer(peer)
         if prepared.closed:
             raise TransferError(f"the list for peer {peer.name!r} is closed", peer=peer.name)
-        if prepared.busy is not None:
+        if busy:
             raise TransferError(f"the list for peer {peer.name!r} is in flight already", peer=peer.name)
         self._check_poison(prepared)
 
@@ -150,14 +163,6 @@ class CommonTransport(Holding):
             if self._n_waiting:
                 self._moved.notify_all()
 
-    def _pause(self, seconds: float) -> None:
-        """Sleep, under the lock, until a transfer ends or time is up."""
-        self._n_waiting += 1
-        try:
-            self._moved.wait(seconds)
-        finally:
-            self._n_waiting -= 1
-
     def _drain(self, transfers: Sequence[ListTransfer], deadline: float) -> None:
         """Let cancelled transfers end, and abandon those that do not."""
         pauses = backoff()
@@ -173,7 +178,8 @@ class CommonTransport(Holding):
                     transfer.state, transfer.ended = "abandoned", time.monotonic()
                     self._active.discard(transfer)
                     peer = transfer.prepared.peer
-                    if transfer.posted:
+                    # A thread that is at work on it may be about to post.
+                    if transfer.posted or transfer.posting:
                         self._poisoned.append(transfer)
                     else:
                         transfer.prepared.busy = None
@@ -192,8 +198,11 @@ class CommonTransport(Holding):
         deadline = time.monotonic() + check_timeout(timeout_s)
         scope = self.capabilities.abort_scope
         pauses = backoff()
-        with self._moved:
-            self._rebuilding = True
+        refused: TransportError | None = None
+        with self._lock:
+            if not self._poisoned:
+                return
+            self._n_rebuilding += scope == "agent"
         try:
             while True:
                 with self._lock:
@@ -214,10 +223,14 @@ class CommonTransport(Holding):
                                 peer.native = None
                         self._clear(poisoned)
                         return
-                    if poisoned and scope == "agent" and not healthy and not in_post:
-                        self._tear_down()
-                        self._clear(poisoned)
-                        return
+                    if poisoned and scope == "agent" and not healthy and not in_post and not self._n_native:
+                        try:
+                            self._tear_down()
+                        except TransportError as error:
+                            refused = error  # something still refers to it: the quarantine stands
+                        else:
+                            self._clear(poisoned)
+                            return
                 if time.monotonic() >= deadline:
                     names = ", ".join(sorted({t.prepared.peer.name for t in poisoned}))
                     waits_for = ", ".join(sorted({t.prepared.peer.name for t in healthy})) or "a native call"
@@ -225,12 +238,13 @@ class CommonTransport(Holding):
                         f"wait_quarantine: after {timeout_s} s writes from {names} may still land; "
                         f"tearing down waits for {waits_for}",
                         poisoned=[(r.address, r.stop) for r in self.quarantined()],
-                    )
+                    ) from refused
                 if pause := next(pauses):
                     time.sleep(pause)
         finally:
             with self._moved:
-                self._rebuilding = False
+                self._n_rebuilding -= scope == "agent"
+                self._moved.notify_all()
 
     def _tear_down(self) -> None:
         for peer in self._peers.values():
@@ -239,8 +253,8 @@ class CommonTransport(Holding):
             peer.native = None
         for transfer in self._poisoned:
             transfer.prepared.free_native()
-        self._rebuild()
         self._epoch += 1
+        self._rebuild()
 
     def _clear(self, transfers: Sequence[ListTransfer]) -> None:
         """Lift the quarantine of transfers that can write no more."""
@@ -263,9 +277,13 @@ class CommonTransport(Holding):
 
     def close(self) -> None:
         """See `Transport.close`."""
-        with self._lock:
-            if self._closed:
+        with self._moved:
+            if self._closing:  # by another thread: it is closed when that one says so
+                stop = time.monotonic() + 3 * CLOSE_S
+                while not self._closed and (left := stop - time.monotonic()) > 0:
+                    self._pause(left)
                 return
+            self._closing = True
             peers = list(self._peers.values())
         for peer in peers:
             peer.close()
@@ -275,9 +293,13 @@ class CommonTransport(Holding):
             except TransferTimeoutError as error:
                 logger.warning("transport %r closes under a quarantine: %s", self.name, error)
         stopped = self._driver.close(CLOSE_S)
-        with self._lock:
+        with self._moved:
+            stop = time.monotonic() + CLOSE_S
+            while self._n_native and (left := stop - time.monotonic()) > 0:
+                self._pause(left)
             self._closed = True
-            if self._poisoned or not stopped:
+            self._moved.notify_all()
+            if self._poisoned or not stopped or self._n_native:
                 _IMMORTAL.append((self, self._ledger.all_entries(), list(self._poisoned)))
                 return
             for entry in self._ledger.all_entries():
@@ -301,7 +323,7 @@ class CommonTransport(Holding):
         return mine
 
     def _check_poison(self, prepared: PreparedList) -> None:
-        if self._rebuilding:
+        if self._n_rebuilding:
             raise PoisonedMemoryError("a quarantine is being lifted; post again after wait_quarantine returns")
         for transfer in self._poisoned:
             for bad in transfer.prepared.destinations:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from itertools import chain, repeat
+from logging import getLogger
 
 from reshard.transports.transfer import ListTransfer
+
+logger = getLogger(__name__)
 
 _SPINS = 64
 
@@ -68,7 +71,10 @@ class Driver:
                 active = list(queue)
             moved = False
             for transfer in active:
-                moved |= transfer.step()
+                try:
+                    moved |= transfer.step()
+                except Exception:  # the others of this thread must go on
+                    logger.exception("driving a read from peer %r", transfer.prepared.peer.name)
             if any(transfer.state != "active" for transfer in active):
                 with self._wake:
                     queue[:] = [transfer for transfer in queue if transfer.state == "active"]

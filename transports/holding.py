@@ -6,10 +6,11 @@ tables, merged and cut before it becomes native, and holds the registrations tha
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +20,13 @@ from reshard.transports.base import Peer, check_timeout
 from reshard.transports.endpoint import Endpoint, decode_endpoint, encode_endpoint
 from reshard.transports.errors import EndpointError, PeerError
 from reshard.transports.hooks import Hooks
-from reshard.transports.ledger import Entry
 from reshard.transports.lists import ConnectedPeer, ListRegistration, PreparedList, Work
 from reshard.transports.regions import KIND_NAMES, U64, MemoryKind, Region
 from reshard.transports.transfer import ListTransfer
 
 GRACE_S = 0.1
 """How long, past a deadline, native work in flight may take to end before its destination counts as poisoned."""
+REBUILD_POLL_S = 0.05
 RECONNECT_S = 10.0
 """Deadline of connecting a healthy peer again after the native agent was rebuilt."""
 
@@ -47,11 +48,35 @@ class Holding(Hooks):
             table = self._ledger.table()
             return encode_endpoint(Endpoint(self.name, self.incarnation, self._ledger.generation, table, payload))
 
-    def withdraw(self, entries: list[Entry]) -> None:
-        """End one registration of each entry; called by `ListRegistration.close`."""
+    def withdraw(self, registration: ListRegistration) -> None:
+        """End what it holds; called by `ListRegistration.close`."""
         with self._lock:
+            entries = registration.take()
             if entries and not self._closed:
                 self._ledger.remove(entries)
+
+    @contextlib.contextmanager
+    def _native_work(self) -> Iterator[None]:
+        """Count a thread that is inside the backend without the lock: neither a rebuild nor the end comes under it."""
+        with self._moved:
+            while self._n_rebuilding and not self._closing:
+                self._pause(REBUILD_POLL_S)
+            self._check_open()
+            self._n_native += 1
+        try:
+            yield
+        finally:
+            with self._moved:
+                self._n_native -= 1
+                self._moved.notify_all()
+
+    def _pause(self, seconds: float) -> None:
+        """Sleep, under the lock, until something ends or time is up."""
+        self._n_waiting += 1
+        try:
+            self._moved.wait(seconds)
+        finally:
+            self._n_waiting -= 1
 
     # --- peers ------------------------------------------------------------------------------------------
 
@@ -66,11 +91,18 @@ class Holding(Hooks):
                 raise PeerError(f"peer {peer.name!r} is connected already; close it first", peer=peer.name)
             self._peers[peer.name] = peer
         try:
-            self._dial_again(peer, deadline)
+            with self._native_work():
+                self._dial_again(peer, deadline)
+                with self._lock:
+                    if peer.closed:  # by another thread, while there was nothing yet to disconnect
+                        native, peer.native = peer.native, None
+                        self._hang_up(native)
+                        raise PeerError(f"peer {peer.name!r} was closed while it was connected", peer=peer.name)
         except BaseException:
             with self._lock:
                 peer.closed = True
-                self._peers.pop(peer.name, None)
+                if self._peers.get(peer.name) is peer:
+                    del self._peers[peer.name]
             raise
         return peer
 
@@ -147,19 +179,25 @@ class Holding(Hooks):
                 remote_memory=_one_kind(served.kind, from_at, there),
             )
             prepared = PreparedList(self, connected, work, held, destinations, nbytes)
-            self._build_native(prepared)
+            with self._native_work():
+                self._build_native(prepared)
+                with self._lock:
+                    if connected.closed or self._closing:  # meanwhile
+                        prepared.free_native()
+                    self._check_open()
+                    self._check_peer(connected)
+                    connected.lists.add(prepared)
         except BaseException:
             with self._lock:
                 self._ledger.release(held)
             raise
-        with self._lock:
-            connected.lists.add(prepared)
         return prepared
 
     def _build_native(self, prepared: PreparedList) -> None:
         peer, epoch = prepared.peer, self._epoch
-        if peer.epoch != epoch:
-            self._dial_again(peer, time.monotonic() + RECONNECT_S)
+        with peer.dialling:
+            if peer.epoch != epoch:
+                self._dial_again(peer, time.monotonic() + RECONNECT_S)
         prepared.free_native()
         prepared.gate = self._gate(peer)
         prepared.slices = self._build(peer, prepared.work) if prepared.n_descriptors else []
@@ -179,7 +217,7 @@ class Holding(Hooks):
             self._free_if_idle(prepared)
 
     def _free_if_idle(self, prepared: PreparedList) -> None:
-        if not prepared.closed or prepared.busy is not None:
+        if not prepared.closed or prepared.busy is not None or prepared.building:
             return
         prepared.free_native()
         prepared.peer.lists.discard(prepared)

@@ -46,8 +46,10 @@ class Hooks(ABC):
         self._poisoned: list[ListTransfer] = []
         self._driver = Driver(f"reshard-{self.name}", workers)
         self._epoch = 0
-        self._rebuilding = False
+        self._n_rebuilding = 0
+        self._n_native = 0
         self._n_waiting = 0
+        self._closing = False
         self._closed = False
 
     @abstractmethod
@@ -114,5 +116,5 @@ class Hooks(ABC):
         return self._register(region)
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._closing:
             raise TransportError(f"transport {self.name!r} is closed")

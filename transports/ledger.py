@@ -68,7 +68,11 @@ class Ledger:
                 added.append(entry)
                 self._invalidate()
         except BaseException:
-            self.remove(added)
+            # Nobody has seen them served, so the generation stays.
+            self._invalidate()
+            for entry in added:
+                entry.registrations -= 1
+                self._drop_if_idle(entry)
             raise
         return added
 

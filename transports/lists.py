@@ -6,6 +6,7 @@ raises.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -69,9 +70,13 @@ class ListRegistration:
 
     def close(self) -> None:
         """Withdraw what no other registration shares."""
+        self._owner.withdraw(self)
+
+    def take(self) -> list[Entry]:
+        """Return what it still holds, and forget it; called under the owner's lock."""
         entries, self._entries = self._entries, []
         self.regions = ()
-        self._owner.withdraw(entries)
+        return entries
 
 
 class ConnectedPeer:
@@ -85,7 +90,7 @@ class ConnectedPeer:
         Why it is of no use any more, empty while it is.
     """
 
-    __slots__ = ("_owner", "closed", "endpoint", "epoch", "failed", "lists", "name", "native")
+    __slots__ = ("_owner", "closed", "dialling", "endpoint", "epoch", "failed", "lists", "name", "native")
 
     def __init__(self, owner: Holding, name: str, endpoint: Endpoint) -> None:
         self._owner = owner
@@ -95,6 +100,7 @@ class ConnectedPeer:
         self.epoch = -1
         self.failed = ""
         self.closed = False
+        self.dialling = threading.Lock()
         self.lists: set[PreparedList] = set()
 
     def close(self) -> None:
@@ -119,6 +125,7 @@ class PreparedList:
 
     __slots__ = (
         "_owner",
+        "building",
         "busy",
         "closed",
         "destinations",
@@ -151,6 +158,7 @@ class PreparedList:
         self.n_descriptors = work.cuts[-1]
         self.small = nbytes + self.n_descriptors * RUN_COST_BYTES <= SMALL_BYTES
         self.busy: ListTransfer | None = None
+        self.building = False
         self.closed = False
         self.epoch = -1
         self.gate: Slice | None = None

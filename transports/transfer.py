@@ -153,9 +153,8 @@ class ListTransfer:
         return sum(piece.native_s for piece in self._slices)
 
     def retire(self) -> None:
-        """Forget what was in flight, once its owner knows that it has ended."""
+        """Do nothing more: its owner knows that it can write no more. Another thread may be inside `step`."""
         self._cancelled = self.quiet = True
-        self._flying.clear()
 
     def cancel(self) -> None:
         """Post nothing more; what is in flight still has to end."""
@@ -169,7 +168,7 @@ class ListTransfer:
             if self.quiet:
                 return False
             moved = self._pass_gate() if self._gate_state != "open" else self._advance()
-            if not self._flying and self._gate_state != "asked" and self._nothing_left():
+            if self._over():
                 self.quiet = True
                 self.ended = time.monotonic()
                 self._on_end(self)
@@ -178,7 +177,9 @@ class ListTransfer:
         finally:
             self._lock.release()
 
-    def _nothing_left(self) -> bool:
+    def _over(self) -> bool:
+        if self.quiet or self._flying or self._gate_state == "asked":
+            return False
         return (
             self._cancelled
             or self.error is not None

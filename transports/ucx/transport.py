@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -112,6 +113,7 @@ class UcxTransport(CommonTransport):
         self._beacon = Beacon(self._beacon_memory, self.incarnation)
         self._beacon_map = self._context.map(Region.of(self._beacon_memory))
         self._server = ServingThread(self._serving)
+        self._end = threading.Lock()
 
     @staticmethod
     def probe() -> str:
@@ -181,10 +183,10 @@ class UcxTransport(CommonTransport):
         return not any(lane.stuck for lane in lanes)
 
     def _gate(self, peer: ConnectedPeer) -> Slice:
-        return cast(UcxPeer, peer.native).gate()
+        return _native(peer).gate()
 
     def _build(self, peer: ConnectedPeer, work: Work) -> list[Slice]:
-        native = cast(UcxPeer, peer.native)
+        native = _native(peer)
         memh = _handles(work.local_entries)[work.local_region]
         rkey = native.keys(work.remote_region)
         kind = np.array([MEMORY_TYPES[work.local_memory]], np.int32)
@@ -198,10 +200,11 @@ class UcxTransport(CommonTransport):
 
     def close(self) -> None:
         """See `Transport.close`. Serving ends first: where UCX emulates reads it would send memory being unmapped."""
-        self._beacon.close()
-        if self._server.close():
-            self._serving.close()
-        super().close()
+        with self._end:
+            self._beacon.close()
+            if self._server.close():
+                self._serving.close()
+            super().close()
 
     def _shut_down(self) -> None:
         if self._serving.handle:
@@ -295,6 +298,7 @@ class UcxPeer:
         self._packed = address.keys
         self._keys = np.zeros(len(address.keys), np.uint64)
         self._beacon = address.beacon_address
+        self._lock = threading.Lock()
         self._images: list[npt.NDArray[np.uint8]] = []
         self._pages: dict[int, tuple[npt.NDArray[np.uint8], MappedMemory]] = {}
         self.lane = Lane(context, peer.name, address.worker, address.process)
@@ -309,13 +313,22 @@ class UcxPeer:
             raise
 
     def gate(self) -> BeaconGate:
-        """Return a gate for one list."""
-        if not self._images:
-            page = allocate_pages(PAGE_BYTES)
-            self._pages[_page(page)] = page, self._context.map(Region.of(page))
-            self._images += list(page.reshape(-1, BEACON_BYTES))
-        image = self._images.pop()
-        memory = self._pages[_page(image)][1]
+        """Return a gate for one list.
+
+        Raises
+        ------
+        PeerError
+            If the connection is closed.
+        """
+        with self._lock:
+            if not self.lane.alive:
+                raise PeerError(f"the connection to peer {self.lane.peer!r} is closed", peer=self.lane.peer)
+            if not self._images:
+                page = allocate_pages(PAGE_BYTES)
+                self._pages[_page(page)] = page, self._context.map(Region.of(page))
+                self._images += list(page.reshape(-1, BEACON_BYTES))
+            image = self._images.pop()
+            memory = self._pages[_page(image)][1]
         columns = (int(image.ctypes.data), BEACON_BYTES, self._beacon, memory.handle, self._beacon_key)
         at, nbytes, remote, memh, key = (np.array([value], np.uint64) for value in columns)
         gets = Gets(at, nbytes, remote, memh, key, np.array([MEMORY_TYPES["dram"]], np.int32))
@@ -338,10 +351,17 @@ class UcxPeer:
         if self.lane.stuck:
             _LEFT.append(self)
             return
-        for _, mapped in self._pages.values():
-            self._context.unmap(mapped)
-        self._pages.clear()
-        self._images.clear()
+        with self._lock:
+            for _, mapped in self._pages.values():
+                self._context.unmap(mapped)
+            self._pages.clear()
+            self._images.clear()
+
+
+def _native(peer: ConnectedPeer) -> UcxPeer:
+    if not isinstance(peer.native, UcxPeer):
+        raise PeerError(f"peer {peer.name!r} is not connected", peer=peer.name)
+    return peer.native
 
 
 def _page(array: npt.NDArray[np.uint8]) -> int:
