@@ -68,15 +68,22 @@ $(VENV)-bench/.ready: pyproject.toml
 bench-planner: $(VENV)-bench/.ready ## the planner beside its ancestor, into benchmarks/RESULTS.md (an hour; BENCH_ARGS="--ancestor-reps 1" for less)
 	$(VENV)-bench/bin/python -m benchmarks.planner $(BENCH_ARGS)
 
+.PHONY: bench-transports
+bench-transports: $(VENV)/.test ## transports beside bare NIXL calls, numpy.copyto and process_vm_readv
+	$(BIN)/python -m benchmarks.transports $(BENCH_ARGS)
+
+.PHONY: bench-rendezvous
+bench-rendezvous: $(VENV)/.test ## table sizes and times beside the ancestor's own functions; a step with 256 workers
+	$(BIN)/python -m benchmarks.rendezvous $(BENCH_ARGS)
+
 .PHONY: lint
 lint: $(VENV)/.dev ## ruff, format check, and that nothing generated is stale
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 .PHONY: types
-types: $(VENV)/.dev ## mypy --strict and pyright
+types: $(VENV)/.dev ## mypy --strict
 	MYPYPATH=src $(BIN)/mypy -p reshard
-	$(BIN)/pyright --pythonpath $(BIN)/python
 
 .PHONY: proto
 proto: $(VENV)/.dev ## regenerate proto/*_pb2*.py from proto/*.proto
