@@ -103,7 +103,7 @@ class BareNixl:
         self.agent = nixl.nixl_agent("bare", nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
         region = bench.target.region
         self.agent.register_memory([(region.address, region.nbytes, 0, "")], "DRAM")
-        blob = decode_endpoint(bench.endpoint).payload[ProcessIdentity.NBYTES + 10 :]
+        blob = decode_endpoint(bench.endpoint).payload[ProcessIdentity.NBYTES + 14 :]
         self.remote = bytes(self.agent.add_remote_agent(blob)).decode()
         self.agent.make_connection(self.remote)
 

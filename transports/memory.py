@@ -12,7 +12,6 @@ It needs nothing but Linux and NumPy, and it is what the contract tests compare 
 from __future__ import annotations
 
 import os
-import select
 import struct
 import weakref
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from reshard.transports.lists import ConnectedPeer, Work
 from reshard.transports.regions import MemoryKind, Region
 from reshard.transports.shared import SharedPages, map_from
 from reshard.transports.transfer import Call, Slice
+from reshard.transports.watch import PeerWatch
 
 # after the process: the control descriptor; then a descriptor and an offset for each region
 _CONTROL = struct.Struct("<i")
@@ -44,12 +44,8 @@ _LIVE: weakref.WeakValueDictionary[bytes, MemoryTransport] = weakref.WeakValueDi
 class _Connection:
     """The way to one peer; ``owner`` is set within one process, the rest across processes."""
 
-    peer: str
     owner: weakref.ref[MemoryTransport] | None = None
-    pid: int = 0
-    process: int = -1
-    gone: select.poll | None = None
-    control: npt.NDArray[np.uint8] | None = None
+    watch: PeerWatch | None = None
     fds: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     offsets: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
     mapped: dict[int, npt.NDArray[np.uint8]] = field(default_factory=dict)
@@ -124,7 +120,7 @@ class MemoryTransport(CommonTransport):
         (control,) = _CONTROL.unpack_from(payload, ProcessIdentity.NBYTES)
         owner = _LIVE.get(peer.endpoint.incarnation)
         if owner is not None and process.pid == os.getpid():
-            connection = _Connection(peer.name, owner=weakref.ref(owner))
+            connection = _Connection(owner=weakref.ref(owner))
             self._check(connection, peer)
             return connection
         if not process.visible:
@@ -133,47 +129,27 @@ class MemoryTransport(CommonTransport):
                 "transport 'memory' reaches processes that see each other only",
                 peer=peer.name,
             )
-        return self._open(peer, process, control)
-
-    def _open(self, peer: ConnectedPeer, identity: ProcessIdentity, control: int) -> _Connection:
-        pid = identity.pid
-        try:
-            process = os.pidfd_open(pid)
-        except (OSError, OverflowError, ValueError) as error:
-            raise PeerError(f"peer {peer.name!r}: no process {pid}: {error}", peer=peer.name) from error
-        connection = _Connection(peer.name, pid=pid, process=process)
-        try:
-            identity.check(peer.name)  # only now that the descriptor holds the process, whichever it is
-            connection.gone = select.poll()
-            connection.gone.register(process, select.POLLIN)
-            connection.control = map_from(pid, control, BEACON_BYTES, peer.name)
-            n_regions, payload = len(peer.endpoint.regions), peer.endpoint.payload
-            connection.fds = np.frombuffer(payload, "<i4", n_regions, _HEAD_BYTES)
-            connection.offsets = np.frombuffer(payload, "<u8", n_regions, _HEAD_BYTES + 4 * n_regions)
-            self._check(connection, peer)
-        except BaseException:
-            self._hang_up(connection)
-            raise
-        return connection
+        offsets_at = _HEAD_BYTES + 4 * n_regions
+        return _Connection(
+            watch=PeerWatch(peer.name, peer.endpoint, process, control),
+            fds=np.frombuffer(payload, "<i4", n_regions, _HEAD_BYTES),
+            offsets=np.frombuffer(payload, "<u8", n_regions, offsets_at),
+        )
 
     def _check(self, connection: _Connection, peer: ConnectedPeer) -> None:
-        if connection.owner is not None:
-            owner = connection.owner()
-            if owner is None:
-                raise PeerError(f"peer {peer.name!r} has closed its transport", peer=peer.name)
-            check_beacon(owner._control.array, peer.endpoint, peer.name)
+        if connection.watch is not None:
+            connection.watch.check()
             return
-        if connection.gone is None or connection.control is None or connection.gone.poll(0):
-            raise PeerError(f"peer {peer.name!r}: process {connection.pid} has exited", peer=peer.name)
-        check_beacon(connection.control, peer.endpoint, peer.name)
+        owner = connection.owner() if connection.owner is not None else None
+        if owner is None:
+            raise PeerError(f"peer {peer.name!r} has closed its transport", peer=peer.name)
+        check_beacon(owner._control.array, peer.endpoint, peer.name)
 
     def _hang_up(self, native: object) -> None:
         if isinstance(native, _Connection):
             native.mapped.clear()
-            native.control = native.gone = None
-            if native.process >= 0:
-                os.close(native.process)
-                native.process = -1
+            if native.watch is not None:
+                native.watch.close()
 
     def _gate(self, peer: ConnectedPeer) -> Slice:
         connection = _connection(peer)
@@ -184,10 +160,10 @@ class MemoryTransport(CommonTransport):
         remote = work.remote
         used = np.unique(work.remote_region).tolist()
         kept: tuple[object, ...]
-        if connection.owner is None:
+        if connection.watch is not None:
             moved = np.zeros(len(work.remote_table), np.uint64)
             for region in used:
-                base = self._map(connection, peer, region)
+                base = self._map(connection, connection.watch, peer, region)
                 moved[region] = (base - int(work.remote_table.address[region])) % 2**64  # the sum below wraps, too
             remote = remote.copy()
             remote[:, rows.ADDRESS] += moved[work.remote_region]
@@ -215,7 +191,7 @@ class MemoryTransport(CommonTransport):
         with owner._lock:
             return [entry.region.owner for entry in owner._ledger.entries() if entry.region.address in addresses]
 
-    def _map(self, connection: _Connection, peer: ConnectedPeer, region: int) -> int:
+    def _map(self, connection: _Connection, watch: PeerWatch, peer: ConnectedPeer, region: int) -> int:
         array = connection.mapped.get(region)
         fd, offset = int(connection.fds[region]), int(connection.offsets[region])
         table = peer.endpoint.regions
@@ -225,10 +201,10 @@ class MemoryTransport(CommonTransport):
                     f"peer {peer.name!r}: region {region} at {int(table.address[region]):#x} is private to its "
                     "process; transport 'memory' reads other processes' memory only if Transport.allocate made it"
                 )
-            array = map_from(connection.pid, fd, offset + int(table.nbytes[region]), peer.name)
+            array = map_from(watch.pid, fd, offset + int(table.nbytes[region]), peer.name)
             # Opened by number: only now that the beacon still holds is it certain to be this transport's
             # file.
-            self._check(connection, peer)
+            watch.check()
             connection.mapped[region] = array
         return int(array.ctypes.data) + offset
 

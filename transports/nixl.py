@@ -5,7 +5,8 @@
 2. The payload of an endpoint message is the place of the beacon and either the serving agent's metadata blob or the
    address of its metadata listener.
 3. A list is prepared once (`prep_xfer_dlist`, one request a slice) and posted again at each refit.
-4. Before each list the peer's beacon is read: NIXL itself notices neither a restart nor a withdrawn region.
+4. Before each list the peer's beacon is looked at (mapped on one host, read natively from another): NIXL itself notices
+   neither a restart nor a withdrawn region.
 5. Deadlines are ours.  After a time-out, or an error in flight, `wait_quarantine` destroys the reading agent once the
    healthy peers have drained; lists and connections come back by themselves when they are next posted.
 """
@@ -30,23 +31,24 @@ from reshard.transports.devicemem import allocate_device
 from reshard.transports.driver import backoff
 from reshard.transports.endpoint import Endpoint
 from reshard.transports.errors import (
-    EndpointError,
     PeerError,
     TransferError,
     TransferTimeoutError,
     TransportError,
 )
-from reshard.transports.hostmem import allocate_host, allocate_pages
+from reshard.transports.hostmem import allocate_host
 from reshard.transports.identity import ProcessIdentity
 from reshard.transports.lists import ConnectedPeer, Work
 from reshard.transports.nixl_agent import Agent, AgentSettings, NativeList, NixlSlice
 from reshard.transports.regions import MemoryKind, Region
-from reshard.transports.transfer import Slice
+from reshard.transports.shared import SharedPages
+from reshard.transports.transfer import Call, Slice
+from reshard.transports.watch import PeerWatch
 
 logger = getLogger(__name__)
 
-# after the process: beacon address, listener port (0: a blob follows; else the listener's host does)
-_PAYLOAD = struct.Struct("<QH")
+# after the process: beacon address and descriptor, listener port (0: a blob follows; else the listener's host does)
+_PAYLOAD = struct.Struct("<QiH")
 
 
 @dataclass(slots=True)
@@ -56,6 +58,7 @@ class _Link:
     agent: Agent
     remote: str
     beacon: int
+    watch: PeerWatch | None
 
 
 class NixlTransport(CommonTransport):
@@ -75,6 +78,8 @@ class NixlTransport(CommonTransport):
         Its port; 0 picks a free one.
     telemetry : bool
         Whether NIXL measures its transfers (`PeerStats.native_seconds`).
+    map_beacon : bool
+        Whether to watch peers of this host by a mapped page instead of by native reads of their beacons.
     workers : int
         Threads that post large lists.
 
@@ -108,6 +113,7 @@ class NixlTransport(CommonTransport):
         listen_host: str = "",
         listen_port: int = 0,
         telemetry: bool = False,
+        map_beacon: bool = True,
         workers: int = 1,
     ) -> None:
         if metadata not in ("blob", "listener"):
@@ -117,11 +123,12 @@ class NixlTransport(CommonTransport):
         self._backend = backend
         self._options = dict(options or {})
         self._telemetry = telemetry
+        self._map_beacon = map_beacon
         self._listener = (listen_host or socket.gethostname(), listen_port) if metadata == "listener" else None
         self._serving: Agent | None = None
         self._reading: Agent | None = None
         self._beacon: Beacon | None = None
-        self._beacon_region: Region | None = None
+        self._beacon_page: SharedPages | None = None
 
     @staticmethod
     def probe() -> str:
@@ -177,13 +184,13 @@ class NixlTransport(CommonTransport):
                 self._agent_name(self.incarnation),
                 AgentSettings(self._backend, self._options, True, port, self._telemetry),
             )
-            page = allocate_pages(BEACON_BYTES)
-            region = Region.of(page)
+            page = SharedPages(BEACON_BYTES)
+            region = Region.of(page.array)
             agent.register(region)
             for entry in self._ledger.all_entries():
                 agent.register(entry.region)
-            self._beacon = Beacon(page, self.incarnation, self._ledger.generation)
-            self._beacon_region = region
+            self._beacon = Beacon(page.array, self.incarnation, self._ledger.generation)
+            self._beacon_page = page
             self._serving = agent
         return self._serving
 
@@ -203,22 +210,41 @@ class NixlTransport(CommonTransport):
 
     def _payload(self) -> bytes:
         agent = self._serve()
-        if self._beacon_region is None:
+        page = self._beacon_page
+        if page is None:
             raise TransportError("nixl: the beacon is not there")
         port, rest = (self._listener[1], self._listener[0].encode()) if self._listener else (0, agent.metadata())
-        return ProcessIdentity.own().pack() + _PAYLOAD.pack(self._beacon_region.address, port) + rest
+        return ProcessIdentity.own().pack() + _PAYLOAD.pack(page.address, page.fd, port) + rest
 
     # --- peers ----------------------------------------------------------------------------------------
 
     def _dial(self, peer: ConnectedPeer, deadline: float) -> object:
-        # A restarted process can have the old one's port, and over TCP a read at an address that it lacks kills it.
-        ProcessIdentity.unpack(peer.endpoint.payload).check(peer.name)
+        identity = ProcessIdentity.unpack(peer.endpoint.payload)
         payload = peer.endpoint.payload[ProcessIdentity.NBYTES :]
-        if len(payload) < _PAYLOAD.size:
-            raise EndpointError(f"endpoint payload: got {len(payload)} bytes, expected at least {_PAYLOAD.size}")
-        beacon, port = _PAYLOAD.unpack_from(payload)
+        beacon, control, port = _PAYLOAD.unpack_from(payload)
+        # Before any native call: a restarted process can have the old one's port, and over TCP a read at an address
+        # that it lacks kills it.
+        identity.check(peer.name)
+        seen = self._map_beacon and identity.visible
+        watch = PeerWatch(peer.name, peer.endpoint, identity, control) if seen else None
+        try:
+            return self._connect(peer, payload, (beacon, port), watch, deadline)
+        except BaseException:
+            if watch is not None:
+                watch.close()
+            raise
+
+    def _connect(
+        self,
+        peer: ConnectedPeer,
+        payload: bytes,
+        place: tuple[int, int],
+        watch: PeerWatch | None,
+        deadline: float,
+    ) -> _Link:
+        beacon, port = place
         agent = self._read()
-        link = _Link(agent, self._agent_name(peer.endpoint.incarnation), beacon)
+        link = _Link(agent, self._agent_name(peer.endpoint.incarnation), beacon, watch)
         if port:
             self._fetch(link, payload[_PAYLOAD.size :], port, peer.name, deadline)
         else:
@@ -276,11 +302,14 @@ class NixlTransport(CommonTransport):
     def _hang_up(self, native: object) -> None:
         if isinstance(native, _Link):
             native.agent.unlink(native.remote)
+            if native.watch is not None:
+                native.watch.close()
 
     # --- lists ----------------------------------------------------------------------------------------
 
     def _gate(self, peer: ConnectedPeer) -> Slice:
-        return _BeaconGate(_link(peer), peer)
+        link = _link(peer)
+        return Call(link.watch.check) if link.watch is not None else _BeaconGate(link, peer)
 
     def _build(self, peer: ConnectedPeer, work: Work) -> list[Slice]:
         link = _link(peer)

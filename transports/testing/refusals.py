@@ -12,12 +12,14 @@ from reshard.transports.errors import (
     EndpointError,
     PeerError,
     RegistrationError,
+    TransferTimeoutError,
     TransportError,
 )
 from reshard.transports.regions import Region, RegionTable
 from reshard.transports.testing.harness import (
     MIB,
     SERVED_BYTES,
+    SLACK_S,
     ContractBase,
     raises,
     rows,
@@ -128,7 +130,7 @@ class RefusalContract(ContractBase):
         forged = encode_endpoint(Endpoint(true.backend, b"\1" * 16, true.generation, true.regions, true.payload))
         transport = self.open()
         try:
-            with raises(PeerError, EndpointError):
+            with raises(PeerError, EndpointError, TransferTimeoutError, within_s=2.0 + SLACK_S):
                 transport.connect(forged, timeout_s=2.0)
             transport.connect(self.endpoint, timeout_s=10.0)
         finally:

@@ -1,0 +1,75 @@
+"""Watching a process of this host without asking it anything: is it alive, and does its beacon still say the same?
+
+A process descriptor cannot be deceived by a reused pid; the beacon's page is mapped, so that a look at it is a load.
+A look costs about a microsecond, and no native library takes part: nothing is sent to a process that is not the one
+that the endpoint message came from.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.transports.beacon import BEACON_BYTES, beacon_image, check_beacon
+from reshard.transports.endpoint import Endpoint
+from reshard.transports.errors import PeerError
+from reshard.transports.identity import ProcessIdentity
+from reshard.transports.shared import map_from
+
+
+class PeerWatch:
+    """See the module.
+
+    Parameters
+    ----------
+    peer : str
+        For messages.
+    endpoint : Endpoint
+        What its beacon must agree with.
+    identity : ProcessIdentity
+        A process that is visible from here.
+    control : int
+        Its descriptor of the shared page that begins with its beacon.
+
+    Raises
+    ------
+    PeerError
+        If the process is gone or another one by now, or its beacon disagrees.
+    """
+
+    __slots__ = ("_endpoint", "_gone", "_healthy", "_page", "_peer", "_process", "pid")
+
+    def __init__(self, peer: str, endpoint: Endpoint, identity: ProcessIdentity, control: int) -> None:
+        self._peer = peer
+        self._endpoint = endpoint
+        self._healthy = beacon_image(endpoint)
+        self.pid = identity.pid
+        try:
+            self._process = os.pidfd_open(identity.pid)
+        except (OSError, OverflowError, ValueError) as error:
+            raise PeerError(f"peer {peer!r}: no process {identity.pid}: {error}", peer=peer) from error
+        try:
+            identity.check(peer)  # only now that the descriptor holds the process, whichever it is
+            self._gone = select.poll()
+            self._gone.register(self._process, select.POLLIN)
+            self._page: npt.NDArray[np.uint8] = map_from(identity.pid, control, BEACON_BYTES, peer)
+            self.check()
+        except BaseException:
+            self.close()
+            raise
+
+    def check(self) -> None:
+        """Raise `PeerError` if the peer has exited, closed, or withdrawn regions."""
+        if self._process < 0 or self._gone.poll(0):
+            raise PeerError(f"peer {self._peer!r}: process {self.pid} has exited", peer=self._peer)
+        if not self._page.tobytes().startswith(self._healthy):
+            check_beacon(self._page, self._endpoint, self._peer)
+
+    def close(self) -> None:
+        """Give the descriptor back; idempotent."""
+        process, self._process = self._process, -1
+        if process >= 0:
+            os.close(process)
