@@ -20,7 +20,8 @@ _HOME = {
         "TableError",
     ),
     "dtypes": ("DType", "dtype"),
-    "dictionaries": ("GeometryDict", "TensorDict"),
+    "dictionaries": ("TensorDict",),
+    "geometries": ("GeometryDict",),
     "shards": ("Holder", "Shard", "ShardPart"),
     "tables": ("ShardTable",),
     "reads": ("Buffer", "ReadRequest", "ReadTable"),
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from reshard.planner.certificate import Economics as Economics
     from reshard.planner.coverage import Coverage as Coverage
     from reshard.planner.coverage import engine_coverage as engine_coverage
-    from reshard.planner.dictionaries import GeometryDict as GeometryDict
     from reshard.planner.dictionaries import TensorDict as TensorDict
     from reshard.planner.dtypes import DType as DType
     from reshard.planner.dtypes import dtype as dtype
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from reshard.planner.execute import allocate_buffers as allocate_buffers
     from reshard.planner.execute import run_copies as run_copies
     from reshard.planner.execute import run_fills as run_fills
+    from reshard.planner.geometries import GeometryDict as GeometryDict
     from reshard.planner.options import CostModel as CostModel
     from reshard.planner.options import PlanOptions as PlanOptions
     from reshard.planner.planning import plan as plan

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from reshard.planner.classes import Classes, PartRows
+from reshard.planner.classes import Classes
 from reshard.planner.classify import Int64, ragged_arange
 from reshard.planner.join import Pieces
+from reshard.planner.needs import PartRows
 from reshard.planner.replicas import Serves
 from reshard.planner.shape import MODE_EXACT, Fetches, Layout
 from reshard.planner.shards import ShardPart

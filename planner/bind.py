@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from reshard.planner.classify import Int64, UInt64
+from reshard.planner.classify import Int64, UInt64, ragged_arange
 from reshard.planner.errors import PlanError
 from reshard.planner.rows import STAGING, WireRows
 from reshard.planner.shards import Holder
@@ -124,30 +124,30 @@ def bind_plan(
         bases = _bases(source_bases[holder.name], len(region_bytes), f"holder {holder.name!r}: source bases")
         _check_range(bases[: len(region_bytes)], region_bytes, f"holder {holder.name!r}: region")
         remote.append(bases)
-    waves = []
-    for wave in range(plan.n_waves):
-        rows = plan.rows(wave)
-        cuts = np.searchsorted(rows.holder, np.arange(len(plan.holders) + 1))
-        peers = []
-        for h, holder in enumerate(plan.holders):
-            if cuts[h] == cuts[h + 1]:
-                continue
-            mine = rows.take(slice(int(cuts[h]), int(cuts[h + 1])))
-            src = remote[h].view(np.int64)[mine.region] + mine.src_offset_bytes
-            dst = local.view(np.int64)[mine.dst_buffer] + mine.dst_offset_bytes
-            table = _strided_rows if strided else _flat_rows
-            peers.append(PeerRows(holder, holder.memory, *table(mine, dst, src, local_device, holder.device)))
-        waves.append(tuple(peers))
-    return BoundPlan(tuple(waves), local_memory)
+    waves: list[list[PeerRows]] = [[] for _ in range(plan.n_waves)]
+    table = _strided_rows if strided else _flat_rows
+    for holder, bases, made in zip(plan.holders, remote, plan.wire(), strict=True):
+        rows, start = made.rows, made.wave_start
+        src = bases.view(np.int64)[rows.region] + rows.src_offset_bytes
+        dst = local.view(np.int64)[rows.dst_buffer] + rows.dst_offset_bytes
+        near, far, n_rows = table(rows, dst, src, local_device, holder.device)
+        cuts = np.append(0, np.cumsum(n_rows))[start].tolist()
+        for wave in np.flatnonzero(np.diff(start)).tolist():
+            here = slice(cuts[wave], cuts[wave + 1])
+            waves[wave].append(PeerRows(holder, holder.memory, near[here], far[here]))
+    return BoundPlan(tuple(tuple(peers) for peers in waves), local_memory)
 
 
-def _strided_rows(rows: WireRows, dst: Int64, src: Int64, dst_device: int, src_device: int) -> tuple[UInt64, UInt64]:
-    """Rows of five columns; a run that goes backwards on one side is expanded."""
+def _strided_rows(
+    rows: WireRows, dst: Int64, src: Int64, dst_device: int, src_device: int
+) -> tuple[UInt64, UInt64, Int64]:
+    """Tables of five columns, and how many of their rows each row became (backward series are expanded)."""
+    n_rows = np.ones(len(rows), np.int64)
     if (rows.dst_stride_bytes < 0).any():
         back = rows.dst_stride_bytes < 0
-        n = np.where(back, rows.count, 1)
-        at = np.repeat(np.arange(len(rows)), n)
-        k = np.arange(len(at)) - np.repeat(np.cumsum(n) - n, n)
+        n_rows = np.where(back, rows.count, 1)
+        at = np.repeat(np.arange(len(rows)), n_rows)
+        k = ragged_arange(n_rows)
         dst = dst[at] + k * rows.dst_stride_bytes[at]
         src = src[at] + k * np.where(back, rows.src_stride_bytes, 0)[at]
         rows = rows.take(at)
@@ -166,17 +166,23 @@ def _strided_rows(rows: WireRows, dst: Int64, src: Int64, dst_device: int, src_d
         table[:, 3] = np.where(count > 1, stride, rows.run_bytes)
         table[:, 4] = count
         out.append(table.view(np.uint64))
-    return out[0], out[1]
+    return out[0], out[1], n_rows
 
 
-def _flat_rows(rows: WireRows, dst: Int64, src: Int64, dst_device: int, src_device: int) -> tuple[UInt64, UInt64]:
-    """Rows of three columns, one a run, expanded in pieces that stay in the cache.
+def _flat_rows(
+    rows: WireRows, dst: Int64, src: Int64, dst_device: int, src_device: int
+) -> tuple[UInt64, UInt64, Int64]:
+    """Tables of three columns, one row a run, expanded in pieces that stay in the cache; and runs by row.
 
     Rows of one shape lie side by side (they come from one template): their expansion is one pattern, written
     row by row, plus each row's address. Rows of mixed shapes go through differences and a running sum.
     """
     total = int(rows.count.sum())
     local, remote = np.empty((total, 3), np.int64), np.empty((total, 3), np.int64)
+    if total == len(rows):
+        for table, address, device in ((local, dst, dst_device), (remote, src, src_device)):
+            table[:, 0], table[:, 1], table[:, 2] = address, rows.run_bytes, device
+        return local.view(np.uint64), remote.view(np.uint64), rows.count
     columns = (rows.count, rows.run_bytes, rows.src_stride_bytes, rows.dst_stride_bytes)
     new = np.zeros(len(rows), np.bool_)
     new[:1] = True
@@ -187,7 +193,7 @@ def _flat_rows(rows: WireRows, dst: Int64, src: Int64, dst_device: int, src_devi
     if len(begin) * _MIN_GROUP > len(rows) + _MIN_GROUP:
         _mixed_runs(rows, local, dst, rows.dst_stride_bytes, dst_device)
         _mixed_runs(rows, remote, src, rows.src_stride_bytes, src_device)
-        return local.view(np.uint64), remote.view(np.uint64)
+        return local.view(np.uint64), remote.view(np.uint64), rows.count
     at = 0
     for a, b in zip(begin.tolist(), ends.tolist(), strict=True):
         count, n_bytes = int(rows.count[a]), int(rows.run_bytes[a])
@@ -195,7 +201,7 @@ def _flat_rows(rows: WireRows, dst: Int64, src: Int64, dst_device: int, src_devi
         _equal_runs(local[at:stop], dst[a:b], count, n_bytes, int(rows.dst_stride_bytes[a]), dst_device)
         _equal_runs(remote[at:stop], src[a:b], count, n_bytes, int(rows.src_stride_bytes[a]), src_device)
         at = stop
-    return local.view(np.uint64), remote.view(np.uint64)
+    return local.view(np.uint64), remote.view(np.uint64), rows.count
 
 
 def _equal_runs(out: Int64, address: Int64, count: int, n_bytes: int, stride: int, device: int) -> None:

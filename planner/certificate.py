@@ -1,5 +1,4 @@
-"""What does a plan prove, and what does it cost? Certificate, economics, assumptions: products over
-templates.
+"""What does a plan prove, and what does it cost? Certificate, economics and assumptions.
 
 The certificate rests on four proofs that `plan` has made by the time it is built: destination views are
 injective and, after program order, pairwise disjoint; the pieces of every request are pairwise disjoint and

@@ -13,102 +13,15 @@ and shards of equal geometry at the same parts. FSDP of a model with 18,867 tens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from reshard.planner.classify import WEIGHTS, Bool, Int64, UInt64, classify, hash_rows, mix64, ragged_arange
-from reshard.planner.requests import Requests, pad
-from reshard.planner.shards import ShardPart
+from reshard.planner.needs import PartRows, needed_numbers, needed_rows
+from reshard.planner.requests import Requests
 from reshard.planner.tables import ShardTable
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class PartRows:
-    """The shards of one part that somebody needs, in order of tensor.
-
-    Attributes
-    ----------
-    part : ShardPart
-    rows : int64[K] or None
-        Row of each in the part; None means all rows as they are.
-    tensor : int64[K]
-        Needed-tensor numbers, ascending.
-    unique : bool
-        At most one shard a tensor.
-    """
-
-    part: ShardPart
-    rows: Int64 | None
-    tensor: Int64
-    unique: bool
-
-    def take(self, values: Int64) -> Int64:
-        """A column of the part, at these rows."""
-        return values if self.rows is None else values[self.rows]
-
-    def row(self, i: Int64) -> Int64:
-        """Rows in the part of positions here."""
-        return i if self.rows is None else self.rows[i]
-
-
-def needed_rows(part: ShardPart, id_map: Int64 | None, number: Int64 | None) -> PartRows:
-    """Rows of the requested tensors of one part, without empty shards, in order of tensor.
-
-    Parameters
-    ----------
-    id_map : int64 array or None
-        Tensor id in the part to union id.
-    number : int64 array or None
-        Union id to needed-tensor number, -1 where nobody asks; None is the identity.
-    """
-    tensor = part.tensor_id
-    rows: Int64 | None = None
-    if id_map is not None and number is not None:
-        tensor = number[id_map][tensor]
-    elif id_map is not None:
-        tensor = id_map[tensor]
-    elif number is not None:
-        tensor = number[tensor]
-    volume = part.geometries.volume
-    keep: Bool | None = tensor >= 0 if number is not None else None
-    if len(volume) and int(volume.min()) == 0:
-        alive = volume[part.geometry_id] > 0
-        keep = alive if keep is None else keep & alive
-    if keep is not None and not keep.all():
-        rows = np.flatnonzero(keep)
-        tensor = tensor[rows]
-    unique = part.unique_rows
-    if not part.sorted_rows or id_map is not None:
-        step = np.diff(tensor)
-        if len(step) and int(step.min()) < 0:
-            order = np.argsort(tensor, kind="stable")
-            tensor = tensor[order]
-            rows = order if rows is None else rows[order]
-            step = np.diff(tensor)
-        unique = not len(step) or int(step.min()) > 0
-    return PartRows(part, rows, tensor, unique)
-
-
-@dataclass(frozen=True, eq=False)
-class TemplateShards:
-    """The shards of each class's first member, ordered by (class, part, occurrence).
-
-    Attributes
-    ----------
-    cls, part, nth : int64[S]
-        Class, part number, and which shard of that tensor in that part.
-    start, stop : D int64[S]
-    replica_group : int64[S]
-    """
-
-    cls: Int64
-    part: Int64
-    nth: Int64
-    start: list[Int64]
-    stop: list[Int64]
-    replica_group: Int64
+from reshard.planner.template_shards import TemplateShards, template_shards
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,15 +92,6 @@ def build_classes(
     members, member_start = _by_class(cls, len(first))
     shards = template_shards(parts, first, n_dims, len(tensor))
     return Classes(tensor, cls, first, members, member_start, request_first, n_requests, parts, shards)
-
-
-def needed_numbers(tensor: Int64, n_all: int) -> Int64 | None:
-    """Union id to needed-tensor number (-1: nobody asks); None if all are needed."""
-    if len(tensor) == n_all:
-        return None
-    number = np.full(n_all, -1, np.int64)
-    number[tensor] = np.arange(len(tensor))
-    return number
 
 
 def _by_class(cls: Int64, n_classes: int) -> tuple[Int64, Int64]:
@@ -373,74 +277,3 @@ def _template_key(old: Classes, requests: Requests, first: Int64, shards: Templa
     columns = [shards.part, shards.nth, shards.replica_group, *shards.start, *shards.stop]
     np.add.at(word, shards.cls, mix64(hash_rows(columns)))
     return [word.view(np.int64)]
-
-
-def template_shards(
-    parts: tuple[PartRows, ...], first: Int64, n_dims: int, n: int, numbers: Sequence[int] | None = None
-) -> TemplateShards:
-    """Collect the shards of each class's first member; `numbers` are the parts' numbers if not 0, 1, ..."""
-    cls_of: list[Int64] = []
-    part_of: list[Int64] = []
-    nth_of: list[Int64] = []
-    geometry_of: list[Int64] = []
-    group_of: list[Int64] = []
-    dictionaries: dict[int, list[int]] = {}
-    for i, rows in zip(range(len(parts)) if numbers is None else numbers, parts, strict=True):
-        if not len(rows.tensor):
-            continue
-        if rows.unique:
-            if len(rows.tensor) == n:
-                cls, at = np.arange(len(first)), first
-            else:
-                at = np.searchsorted(rows.tensor, first)
-                at = np.minimum(at, len(rows.tensor) - 1)
-                cls = np.flatnonzero(rows.tensor[at] == first)
-                at = at[cls]
-            nth = np.zeros(len(cls), np.int64)
-        else:
-            low = np.searchsorted(rows.tensor, first, side="left")
-            high = np.searchsorted(rows.tensor, first, side="right")
-            counts = high - low
-            cls = np.repeat(np.arange(len(first)), counts)
-            nth = ragged_arange(counts)
-            at = np.repeat(low, counts) + nth
-        row = rows.row(at)
-        dictionaries.setdefault(id(rows.part.geometries), []).append(len(cls_of))
-        cls_of.append(cls)
-        part_of.append(np.full(len(cls), i, np.int64))
-        nth_of.append(nth)
-        geometry_of.append(rows.part.geometry_id[row])
-        group_of.append(rows.part.replica_group[row])
-    if not cls_of:
-        none = np.zeros(0, np.int64)
-        return TemplateShards(none, none, none, [none] * n_dims, [none] * n_dims, none)
-    sizes = np.array([len(c) for c in cls_of])
-    ends = np.cumsum(sizes)
-    total = int(ends[-1])
-    start = [np.zeros(total, np.int64) for _ in range(n_dims)]
-    stop = [np.ones(total, np.int64) for _ in range(n_dims)]
-    geometry = np.concatenate(geometry_of)
-    part_rows = {id(r.part.geometries): r.part.geometries for r in parts}
-    for key, pieces in dictionaries.items():
-        geometries = part_rows[key]
-        where = (
-            np.concatenate([np.arange(ends[k] - sizes[k], ends[k]) for k in pieces]) if len(dictionaries) > 1 else None
-        )
-        ids = geometry if where is None else geometry[where]
-        a = pad([c[ids] for c in geometries.start], n_dims, 0, len(ids))
-        b = pad([c[ids] for c in geometries.stop], n_dims, 1, len(ids))
-        for d in range(n_dims):
-            if where is None:
-                start[d], stop[d] = a[d], b[d]
-            else:
-                start[d][where], stop[d][where] = a[d], b[d]
-    cls, part = np.concatenate(cls_of), np.concatenate(part_of)
-    order = np.argsort(cls, kind="stable")
-    return TemplateShards(
-        cls[order],
-        part[order],
-        np.concatenate(nth_of)[order],
-        [c[order] for c in start],
-        [c[order] for c in stop],
-        np.concatenate(group_of)[order],
-    )

@@ -47,7 +47,7 @@ _SPREAD: Final[UInt64] = _odd_weights(_ROUNDS, 2)
 
 def hash_rows(columns: Sequence[Int64]) -> UInt64:
     """One 64-bit word a row: the sum of the columns times fixed odd weights, modulo 2**64."""
-    total = columns[0].view(np.uint64) * WEIGHTS[0]
+    total: UInt64 = columns[0].view(np.uint64) * WEIGHTS[0]
     for i, column in enumerate(columns[1:], 1):
         total += column.view(np.uint64) * WEIGHTS[i & 255]
     return total

@@ -1,14 +1,13 @@
-"""What do ids in a table mean? The two content-addressed dictionaries that parts share.
+"""What is a source tensor? `TensorDict`: the content-addressed dictionary of names, dtypes and shapes.
 
-A `TensorDict` says what a tensor is (name, dtype, global shape, stored axes); a `GeometryDict` says which box
-of a tensor a shard is. Both are columnar, immutable and checked once. Shapes and boxes are left-padded with
-size-1 dims in memory; digests and the wire see them unpadded.
+It is columnar, immutable and checked once. Shapes are left-padded with 1 in memory; digests and the wire see
+them unpadded.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
@@ -18,70 +17,14 @@ import numpy as np
 from reshard.planner.classify import Int64, classify, column
 from reshard.planner.dtypes import BY_CODE, MAX_CODE, dtype
 from reshard.planner.errors import DTypeError, TableError
+from reshard.planner.geometries import MAX_NDIM, digest_dims, padded_dims
+from reshard.planner.names import MAX_NAME_BYTES, check_name
 
-MAX_NDIM: Final = 8
-MAX_NAME_BYTES: Final = 4096
 MAX_TENSOR_BYTES: Final = 1 << 62
 
 _BITS: Final[Int64] = np.zeros(MAX_CODE + 1, np.int64)
 for _code, _row in BY_CODE.items():
     _BITS[_code] = _row.bits
-
-
-def check_name(name: str) -> bytes:
-    """UTF-8 of a tensor or holder name.
-
-    Raises
-    ------
-    TableError
-        It is empty, holds a NUL, cannot be encoded, or is longer than 4,096 bytes.
-    """
-    try:
-        raw = name.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise TableError(f"name {name!r} is not valid Unicode", tensor=name, got=name) from error
-    if not raw:
-        raise TableError("a name is empty; expected 1 to 4096 bytes", got=0, expected=MAX_NAME_BYTES)
-    if b"\0" in raw:
-        raise TableError(f"name {name!r} holds a NUL byte", tensor=name, got=name)
-    if len(raw) > MAX_NAME_BYTES:
-        raise TableError(
-            f"name {name[:40]!r}... has {len(raw)} bytes; expected at most {MAX_NAME_BYTES}",
-            tensor=name,
-            got=len(raw),
-            expected=MAX_NAME_BYTES,
-        )
-    return raw
-
-
-def check_label(label: str, where: str) -> None:
-    """The same rule for a layout's or claim's name.
-
-    Raises
-    ------
-    TableError
-        As `check_name`, saying where.
-    """
-    try:
-        check_name(label)
-    except TableError as error:
-        raise TableError(f"{where}: {error}", got=label, where=where) from error
-
-
-def padded_dims(rows: Sequence[Sequence[int]], n_dims: int, pad: int) -> tuple[Int64, ...]:
-    """Rows of different rank as `n_dims` columns, right-aligned."""
-    full = np.full((n_dims, len(rows)), pad, np.int64)
-    for i, row in enumerate(rows):
-        if len(row):
-            full[n_dims - len(row) :, i] = row
-    return tuple(column(full[d], f"dim {d}") for d in range(n_dims))
-
-
-def _digest_dims(hasher: hashlib._Hash, ndim: Int64, columns: tuple[Int64, ...]) -> None:
-    """Feed columns unpadded: only the cells that exist, dim by dim from the last."""
-    hasher.update(ndim.tobytes())
-    for back, dim in enumerate(reversed(columns), 1):
-        hasher.update(dim[ndim >= back].tobytes())
 
 
 @dataclass(frozen=True, eq=False)
@@ -297,7 +240,7 @@ class TensorDict:
         hasher.update(self.name_offsets.tobytes())
         hasher.update(self.names_blob)
         hasher.update(self.dtype_code.tobytes())
-        _digest_dims(hasher, self.ndim, self.shape)
+        digest_dims(hasher, self.ndim, self.shape)
         hasher.update(repr(sorted(self.axes.items())).encode())
         return hasher.digest()
 
@@ -384,103 +327,3 @@ class TensorDict:
         return TensorDict(
             b"".join(raw), offsets, self.dtype_code[rows], self.ndim[rows], tuple(c[rows] for c in self.shape), axes
         )
-
-
-@dataclass(frozen=True, eq=False)
-class GeometryDict:
-    """G boxes: half-open, in global elements of whichever tensor a shard names.
-
-    Parameters
-    ----------
-    ndim : int64[G]
-    start, stop : tuple of D int64[G]
-        Left-padded with [0, 1).
-
-    Raises
-    ------
-    TableError
-        A negative start, a stop before its start, a rank over 8.
-    """
-
-    ndim: Int64
-    start: tuple[Int64, ...]
-    stop: tuple[Int64, ...]
-
-    def __post_init__(self) -> None:
-        fix = object.__setattr__
-        fix(self, "ndim", column(self.ndim, "ndim"))
-        fix(self, "start", tuple(column(c, f"start[{d}]") for d, c in enumerate(self.start)))
-        fix(self, "stop", tuple(column(c, f"stop[{d}]") for d, c in enumerate(self.stop)))
-        n, n_dims = len(self.ndim), len(self.start)
-        if len(self.stop) != n_dims or n_dims > MAX_NDIM:
-            raise TableError(
-                f"geometry dictionary: {n_dims} start and {len(self.stop)} stop columns; expected equal and at most 8",
-                got=len(self.stop),
-                expected=n_dims,
-            )
-        for c in (*self.start, *self.stop):
-            if len(c) != n:
-                raise TableError(
-                    f"geometry dictionary: a column has {len(c)} rows; expected {n}", got=len(c), expected=n
-                )
-        if n and (int(self.ndim.min()) < 0 or int(self.ndim.max()) > n_dims):
-            raise TableError(
-                f"geometry dictionary: rank {int(self.ndim.max())}; expected 0 to {n_dims}",
-                got=int(self.ndim.max()),
-                expected=n_dims,
-            )
-        for d, (a, b) in enumerate(zip(self.start, self.stop, strict=True)):
-            padding = self.ndim < n_dims - d
-            wrong = (a < 0) | (b < a) | (padding & ((a != 0) | (b != 1)))
-            if wrong.any():
-                bad = int(np.argmax(wrong))
-                real = d - (n_dims - int(self.ndim[bad]))
-                raise TableError(
-                    f"geometry {bad} dim {real}: [{int(a[bad])}, {int(b[bad])}); expected 0 <= start <= stop",
-                    dim=real,
-                    got=(int(a[bad]), int(b[bad])),
-                    expected="0 <= start <= stop",
-                )
-
-    @classmethod
-    def build(cls, boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> GeometryDict:
-        """From (start, stop) pairs."""
-        pairs = list(boxes)
-        for start, stop in pairs:
-            if len(start) != len(stop) or len(start) > MAX_NDIM:
-                raise TableError(
-                    f"box {tuple(start)} to {tuple(stop)}: ranks {len(start)} and {len(stop)}; "
-                    "expected equal, at most 8",
-                    got=len(stop),
-                    expected=len(start),
-                )
-        n_dims = max((len(start) for start, _ in pairs), default=0)
-        return cls(
-            column([len(start) for start, _ in pairs], "ndim"),
-            padded_dims([start for start, _ in pairs], n_dims, 0),
-            padded_dims([stop for _, stop in pairs], n_dims, 1),
-        )
-
-    def __len__(self) -> int:
-        return len(self.ndim)
-
-    @property
-    def n_dims(self) -> int:
-        """Number of (padded) dim columns."""
-        return len(self.start)
-
-    @cached_property
-    def volume(self) -> Int64:
-        """int64[G]: elements of each box (an untrusted box may wrap here; no tensor it fits in can)."""
-        out = np.ones(len(self), np.int64)
-        for a, b in zip(self.start, self.stop, strict=True):
-            out *= b - a
-        return column(out, "volume")
-
-    @cached_property
-    def digest(self) -> bytes:
-        """32 bytes that address the content."""
-        hasher = hashlib.sha256(b"reshard.GeometryDict.1\0")
-        _digest_dims(hasher, self.ndim, self.start)
-        _digest_dims(hasher, self.ndim, self.stop)
-        return hasher.digest()

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.planner.classes import needed_numbers, needed_rows, reclassify
+from reshard.planner.classes import reclassify
 from reshard.planner.errors import PlanError
+from reshard.planner.needs import needed_numbers, needed_rows
 from reshard.planner.planning import assemble_plan, plan, template_dims
 from reshard.planner.plans import Plan
 from reshard.planner.rows import WireRows

@@ -201,18 +201,47 @@ def _fills(reads: ReadTable, writes: Writes, n_dims: int) -> Fills:
     rows = rows[alive]
     origin = writes.origin[rows]
     buffer = reads.buffer_id[origin]
-    unit = _UNIT[reads.buffers.dtype_code[buffer]] if len(reads.buffers) else buffer
+    code = reads.buffers.dtype_code[buffer] if len(reads.buffers) else buffer
+    unit, pack = _UNIT[code], _PACK[code]
+    offset = writes.dst_offset[rows]
+    count = [c[rows] for c in writes.count]
+    stride = [c[rows] for c in writes.dst_stride]
+    if bool((pack > 1).any()):
+        _check_packed_fills(reads, origin, pack, offset, count, stride)
+        offset = offset // pack
+        count = [*count[:-1], count[-1] // pack]
+        stride = [*(c // pack for c in stride[:-1]), np.where(pack > 1, 1, stride[-1])]
     lead = n_dims - reads.n_dims
     ones, zeros = np.ones(len(rows), np.int64), np.zeros(len(rows), np.int64)
     return Fills(
         origin,
         buffer,
-        writes.dst_offset[rows] * unit,
+        offset * unit,
         unit,
-        (ones,) * lead + tuple(c[rows] for c in writes.count),
-        (zeros,) * lead + tuple(c[rows] * unit for c in writes.dst_stride),
+        (ones,) * lead + tuple(count),
+        (zeros,) * lead + tuple(c * unit for c in stride),
         tuple(reads.values[row] for row in origin.tolist()),
     )
+
+
+def _check_packed_fills(
+    reads: ReadTable, origin: Int64, pack: Int64, offset: Int64, count: list[Int64], stride: list[Int64]
+) -> None:
+    """Constants into packed buffers fill whole bytes."""
+    wrong = offset % pack != 0
+    if count:
+        wrong |= (pack > 1) & ((count[-1] % pack != 0) | ((stride[-1] != 1) & (count[-1] > 1)))
+        for c in stride[:-1]:
+            wrong |= c % pack != 0
+    else:
+        wrong |= pack > 1
+    if wrong.any():
+        bad = int(np.argmax(wrong))
+        raise DTypeError(
+            f"{reads.where(int(origin[bad]))}: a constant cuts a byte of {int(pack[bad])} packed elements",
+            got=int(offset[bad]),
+            expected=int(pack[bad]),
+        )
 
 
 def solve_templates(

@@ -7,7 +7,7 @@ that was not asked for: `rows(wave)`, `copies(wave)` and `blocks` are made from 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -25,7 +25,16 @@ from reshard.planner.options import PlanOptions
 from reshard.planner.reads import ReadTable
 from reshard.planner.replicas import Serves
 from reshard.planner.requests import Materialised, Requests
-from reshard.planner.rows import Fills, LocalCopies, WireRows, copy_columns, wire_columns
+from reshard.planner.rows import (
+    Fills,
+    HolderRows,
+    LocalCopies,
+    RowMaker,
+    StagedCopies,
+    WireRows,
+    copy_columns,
+    join_rows,
+)
 from reshard.planner.shape import Fetches, Layout
 from reshard.planner.shards import Holder
 from reshard.planner.sources import SourceBoxes
@@ -181,11 +190,33 @@ class Plan:
 
     def rows(self, wave: int) -> WireRows:
         """Relative wire rows of one wave, grouped by holder, runs that continue each other merged."""
-        return wire_columns(self, self._wave(wave))
+        wave = self._wave(wave)
+        return join_rows([rows.wave(wave) for rows in self.wire()])
 
     def copies(self, wave: int) -> LocalCopies:
         """Local copies out of staging that follow the reads of one wave."""
-        return copy_columns(self, self._wave(wave))
+        wave = self._wave(wave)
+        start = self._staged.wave_start
+        return self._staged.copies.take(slice(int(start[wave]), int(start[wave + 1])))
+
+    @cached_property
+    def _staged(self) -> StagedCopies:
+        return copy_columns(self)
+
+    def wire(self) -> Iterable[HolderRows]:
+        """Relative wire rows of all waves, holder by holder in order of `holders`.
+
+        They are kept where there are several waves (each is asked for on its own), and made anew otherwise.
+        """
+        if self.n_waves > 1:
+            return self._wire
+        maker = RowMaker(self)
+        return (maker.holder_rows(i) for i in range(len(self.segments)))
+
+    @cached_property
+    def _wire(self) -> list[HolderRows]:
+        maker = RowMaker(self)
+        return [maker.holder_rows(i) for i in range(len(self.segments))]
 
     @cached_property
     def blocks(self) -> Blocks:
@@ -280,9 +311,7 @@ class Plan:
 
 
 def member_ranges(classes: Classes, cls: Int64) -> tuple[Int64, Int64]:
-    """Instances of a list of template rows, by their classes: the row of each, and its needed-tensor
-    number.
-    """
+    """Instances of template rows with these classes: the row of each, and its needed-tensor number."""
     size = np.diff(classes.member_start)[cls]
     row = np.repeat(np.arange(len(cls)), size)
     return row, classes.members[np.repeat(classes.member_start[cls], size) + ragged_arange(size)]

@@ -22,14 +22,12 @@ from typing import Final, Literal
 import numpy as np
 
 from reshard.planner.classify import Int64, column
-from reshard.planner.dictionaries import TensorDict, padded_dims
-from reshard.planner.dtypes import dtype
-from reshard.planner.errors import ConflictError, DTypeError, TableError
+from reshard.planner.dictionaries import TensorDict
+from reshard.planner.errors import ConflictError, TableError
+from reshard.planner.geometries import padded_dims
+from reshard.planner.read_checks import KIND_CONSTANT, KIND_COPY, KIND_MATERIALISED, check_reads
 
 RequestKind = Literal["copy", "constant", "materialised"]
-KIND_COPY: Final = 0
-KIND_CONSTANT: Final = 1
-KIND_MATERIALISED: Final = 2
 _KINDS: Final[dict[str, int]] = {"copy": KIND_COPY, "constant": KIND_CONSTANT, "materialised": KIND_MATERIALISED}
 
 
@@ -135,7 +133,7 @@ class ReadTable:
             fix(self, name, column(getattr(self, name), name))
         for name in ("start", "step", "count", "dst_stride"):
             fix(self, name, tuple(column(c, f"{name}[{d}]") for d, c in enumerate(getattr(self, name))))
-        self._check()
+        check_reads(self)
 
     @classmethod
     def build(cls, buffers: Iterable[Buffer], requests: Iterable[ReadRequest]) -> ReadTable:
@@ -214,89 +212,18 @@ class ReadTable:
 
     def where(self, row: int) -> str:
         """A request in words, for error messages."""
-        return self._where(row)[1]
+        tensor, buffer = self.names_of(row)
+        return f"request {row} (tensor {tensor!r} into buffer {buffer!r})"
 
-    def _where(self, row: int) -> tuple[str, str]:
+    def names_of(self, row: int) -> tuple[str, str]:
+        """Tensor and buffer of a request ("" and the number where ids are out of bounds)."""
         t, b = int(self.tensor_id[row]), int(self.buffer_id[row])
         tensor = self.tensors.name(t) if 0 <= t < len(self.tensors) else ""
-        buffer = self.buffers.name(b) if 0 <= b < len(self.buffers) else str(b)
-        return tensor, f"request {row} (tensor {tensor!r} into buffer {buffer!r})"
-
-    def _refuse(self, wrong: np.ndarray, message: str, got: Int64, expected: object, dim: int = -1) -> None:
-        if not wrong.any():
-            return
-        row = int(np.argmax(wrong))
-        tensor, where = self._where(row)
-        real = dim
-        if dim >= 0:
-            t = int(self.tensor_id[row])
-            real = dim - (self.n_dims - int(self.tensors.ndim[t])) if t >= 0 else dim
-        limit = int(expected[row]) if isinstance(expected, np.ndarray) else expected
-        raise TableError(
-            f"{where}{f' dim {real}' if dim >= 0 else ''}: {message} {int(got[row])}; expected {limit}",
-            tensor=tensor,
-            dim=real,
-            got=int(got[row]),
-            expected=limit,
-            where=where,
-        )
-
-    def _check(self) -> None:
-        n, n_dims = len(self.tensor_id), len(self.count)
-        for name in ("buffer_id", "dst_offset", "order", "kind"):
-            if len(getattr(self, name)) != n:
-                raise TableError(f"read table: {name} has {len(getattr(self, name))} rows; expected {n}", expected=n)
-        for name in ("start", "step", "count", "dst_stride"):
-            dims = getattr(self, name)
-            if len(dims) != n_dims or any(len(c) != n for c in dims):
-                raise TableError(
-                    f"read table: {name} needs {n_dims} columns of {n} rows", got=len(dims), expected=n_dims
-                )
-        if n == 0:
-            return
-        kind, tensor, buffer = self.kind, self.tensor_id, self.buffer_id
-        self._refuse((kind < 0) | (kind > 2), "kind", kind, 2)
-        constant = kind == KIND_CONSTANT
-        self._refuse((tensor < 0) & ~constant, "tensor id", tensor, len(self.tensors) - 1)
-        self._refuse(tensor >= len(self.tensors), "tensor id", tensor, len(self.tensors) - 1)
-        self._refuse((buffer < 0) | (buffer >= len(self.buffers)), "buffer id", buffer, len(self.buffers) - 1)
-        self._refuse(self.dst_offset < 0, "destination offset", self.dst_offset, 0)
-        safe = np.where(tensor >= 0, tensor, 0) if constant.any() else tensor
-        limit = self._buffer_elems[buffer]
-        empty = np.zeros(n, np.bool_)
-        for d, (start, step, count) in enumerate(zip(self.start, self.step, self.count, strict=True)):
-            self._refuse(step < 1, "step", step, 1, d)
-            self._refuse(start < 0, "start", start, 0, d)
-            self._refuse(count < 0, "count", count, 0, d)
-            empty |= count == 0
-            back = n_dims - d
-            if len(self.tensors):
-                size = self.tensors.shape[-back][safe] if back <= self.tensors.n_dims else np.ones(n, np.int64)
-                # (size - 1 - start) // step + 1 coordinates fit; divisions cannot overflow where products could
-                room = np.where(start < size, (size - 1 - start) // step + 1, 0)
-                self._refuse((count > room) & ~constant, "elements requested", count, room, d)
-                padding = (back > self.tensors.ndim[safe]) & ~constant
-                self._refuse(padding & (count != 1), "count in a padding dim", count, 1, d)
-        reach = self.dst_offset.astype(np.float64)
-        for count, stride in zip(self.count, self.dst_stride, strict=True):
-            reach += np.maximum(count - 1, 0).astype(np.float64) * np.abs(stride.astype(np.float64))
-        self._refuse((reach > 2.0**62) & ~empty, "destination stride (elements), reaching past", self.dst_offset, limit)
-        first, last = self.dst_reach
-        self._refuse((first < 0) & ~empty, "first destination element", first, 0)
-        self._refuse((last >= limit) & ~empty, "last destination element", last, limit - 1)
-        for row in np.flatnonzero(constant).tolist():
-            label = self.buffers.dtype_label(int(buffer[row]))
-            expected = dtype(label).unit_bytes
-            if len(self.values.get(row, b"")) != expected:
-                raise DTypeError(
-                    f"{self.where(row)}: constant of {len(self.values.get(row, b''))} bytes; "
-                    f"expected {expected} ({label})",
-                    got=len(self.values.get(row, b"")),
-                    expected=expected,
-                )
+        return tensor, self.buffers.name(b) if 0 <= b < len(self.buffers) else str(b)
 
     @cached_property
-    def _buffer_elems(self) -> Int64:
+    def buffer_elems(self) -> Int64:
+        """int64[B]: elements of each destination buffer."""
         out = np.ones(len(self.buffers), np.int64)
         for dim in self.buffers.shape:
             out *= dim
@@ -323,7 +250,7 @@ class ReadTable:
     @cached_property
     def buffer_bytes(self) -> Int64:
         """int64[B]: bytes of each destination buffer."""
-        return column(self._buffer_elems * self.buffers.bits // 8, "buffer_bytes")
+        return column(self.buffer_elems * self.buffers.bits // 8, "buffer_bytes")
 
     @property
     def requested_bytes(self) -> int:

@@ -103,8 +103,8 @@ def _spread(
     total = np.add.reduceat(weight, at)[number]
     ends = np.cumsum(weight)
     before = ends - weight - (ends - weight)[at][number]
-    # replica r has the part [r * n / R - i, (r + 1) * n / R - i) of this instance's unit interval; the boxes are laid along
-    # it from the phase on and wrap around once
+    # replica r has the part [r * n / R - i, (r + 1) * n / R - i) of this instance's unit interval; the boxes are laid
+    # along it from the phase on and wrap around once
     i, n = options.instance, options.instances
     low = i * n_replicas // n
     width = -(-(i + 1) * n_replicas // n) - low
@@ -119,7 +119,8 @@ def _spread(
         """First member whose midpoint lies at or after the given edge of a replica."""
         fraction = np.clip(edge * (n / n_replicas[row]) - i, 0.0, 1.0) + turn
         found = np.ceil((fraction * total[row] - origin[row]) / n_bytes[row] - 0.5)
-        return np.clip(found, 0, size[row]).astype(np.int64)
+        out: Int64 = np.clip(found, 0, size[row]).astype(np.int64)
+        return out
 
     first, stop = member(replica), member(replica + 1)
     keep = np.flatnonzero(first < stop)

@@ -20,9 +20,12 @@ from typing import Literal
 import numpy as np
 
 from reshard.planner.classify import Int64, column
-from reshard.planner.dictionaries import GeometryDict, TensorDict, check_label, check_name
+from reshard.planner.dictionaries import TensorDict
 from reshard.planner.dtypes import dtype
-from reshard.planner.errors import ConflictError, DTypeError, TableError
+from reshard.planner.errors import ConflictError, TableError
+from reshard.planner.geometries import GeometryDict
+from reshard.planner.names import check_name
+from reshard.planner.shard_checks import check_part
 
 Memory = Literal["dram", "vram"]
 _TABLE_LIMIT = 1 << 22
@@ -141,7 +144,7 @@ class ShardPart:
         fix = object.__setattr__
         for name in ("tensor_id", "geometry_id", "region", "offset_bytes", "replica_group", "region_bytes"):
             fix(self, name, column(getattr(self, name), name))
-        self._check()
+        check_part(self)
         step = np.diff(self.tensor_id)
         lowest = int(step.min()) if len(step) else 1
         fix(self, "sorted_rows", lowest >= 0)
@@ -229,164 +232,6 @@ class ShardPart:
 
     def __len__(self) -> int:
         return len(self.tensor_id)
-
-    def _error(self, row: int, message: str, *, dim: int = -1, got: object, expected: object) -> TableError:
-        name = self.tensors.name(int(self.tensor_id[row]))
-        return TableError(
-            f"holder {self.holder.name!r}, tensor {name!r}, shard row {row}: {message}",
-            tensor=name,
-            dim=dim,
-            got=got,
-            expected=expected,
-            where=self.holder.name,
-        )
-
-    def _check_ids(self, name: str, bound: int) -> None:
-        ids: Int64 = getattr(self, name)
-        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= bound):
-            bad = int(np.argmax((ids < 0) | (ids >= bound)))
-            raise TableError(
-                f"holder {self.holder.name!r}, shard row {bad}: {name} {int(ids[bad])}; expected 0 to {bound - 1}",
-                got=int(ids[bad]),
-                expected=bound - 1,
-                where=self.holder.name,
-            )
-
-    def _check(self) -> None:
-        n, holder = len(self.tensor_id), self.holder.name
-        for what, label in (("layout", self.layout), ("claim", self.claim)):
-            if label or what == "layout":
-                check_label(label, f"holder {holder!r}: {what}")
-        for name in ("geometry_id", "region", "offset_bytes", "replica_group"):
-            if len(getattr(self, name)) != n:
-                raise TableError(
-                    f"holder {holder!r}: column {name} has {len(getattr(self, name))} rows; expected {n}",
-                    got=len(getattr(self, name)),
-                    expected=n,
-                    where=holder,
-                )
-        if len(self.region_bytes) and int(self.region_bytes.min()) < 0:
-            raise TableError(
-                f"holder {holder!r}: region {int(self.region_bytes.argmin())} has {int(self.region_bytes.min())} bytes",
-                got=int(self.region_bytes.min()),
-                expected=0,
-                where=holder,
-            )
-        if n == 0:
-            return
-        if int(self.replica_group.min()) < -1:
-            bad = int(self.replica_group.argmin())
-            raise self._error(
-                bad,
-                f"replica_group {int(self.replica_group[bad])}; expected -1 or more",
-                got=int(self.replica_group[bad]),
-                expected=-1,
-            )
-        self._check_ids("tensor_id", len(self.tensors))
-        self._check_ids("geometry_id", len(self.geometries))
-        shard_bytes = self._check_boxes()
-        self._check_extent(shard_bytes)
-
-    def _check_boxes(self) -> Int64:
-        """Check each (shape class, geometry) pair that occurs; return int64[N] bytes of each shard."""
-        shape_class, first = self.tensors.shape_class
-        n_geometries = len(self.geometries)
-        key = shape_class[self.tensor_id] * n_geometries + self.geometry_id
-        n_keys = len(first) * n_geometries
-        slot: Int64 | None = None
-        if n_keys <= max(_TABLE_LIMIT, 4 * len(key)):
-            seen = np.zeros(n_keys, np.bool_)
-            seen[key] = True
-            pairs = np.flatnonzero(seen)
-        else:
-            pairs, slot = np.unique(key, return_inverse=True)
-        tensor, box = first[pairs // n_geometries], pairs % n_geometries
-        wrong = self.geometries.ndim[box] != self.tensors.ndim[tensor]
-        if wrong.any():
-            row = int(np.argmax(key == pairs[np.argmax(wrong)]))
-            got, expected = (
-                int(self.geometries.ndim[self.geometry_id[row]]),
-                int(self.tensors.ndim[self.tensor_id[row]]),
-            )
-            raise self._error(row, f"box of rank {got}; expected rank {expected}", got=got, expected=expected)
-        n_dims = max(self.tensors.n_dims, self.geometries.n_dims)
-        volume = np.ones(len(pairs), np.int64)
-        for d in range(-n_dims, 0):
-            if -d > self.geometries.n_dims or -d > self.tensors.n_dims:
-                continue
-            start, stop = self.geometries.start[d][box], self.geometries.stop[d][box]
-            size = self.tensors.shape[d][tensor]
-            wrong = stop > size
-            if wrong.any():
-                pair = int(np.argmax(wrong))
-                row = int(np.argmax(key == pairs[pair]))
-                dim = d + int(self.tensors.ndim[tensor[pair]])
-                got_box = (int(start[pair]), int(stop[pair]))
-                raise self._error(
-                    row,
-                    f"dim {dim}: box [{got_box[0]}, {got_box[1]}) outside the global size {int(size[pair])}",
-                    dim=dim,
-                    got=got_box,
-                    expected=(0, int(size[pair])),
-                )
-            volume *= stop - start
-        bits = self.tensors.bits[tensor]
-        packed = bits < 8
-        if packed.any():
-            pack = 8 // np.minimum(bits, 8)
-            cut = packed & (volume > 0)
-            cut &= (self.geometries.start[-1][box] % pack != 0) | (self.geometries.stop[-1][box] % pack != 0)
-            if cut.any():
-                pair = int(np.argmax(cut))
-                row = int(np.argmax(key == pairs[pair]))
-                name = self.tensors.name(int(self.tensor_id[row]))
-                span = (int(self.geometries.start[-1][box[pair]]), int(self.geometries.stop[-1][box[pair]]))
-                raise DTypeError(
-                    f"holder {self.holder.name!r}, tensor {name!r}: last dim cut at [{span[0]}, {span[1]}) falls "
-                    f"inside a byte of {int(pack[pair])} packed elements",
-                    tensor=name,
-                    got=span,
-                    expected=int(pack[pair]),
-                )
-        pair_bytes = volume * bits // 8
-        if slot is not None:
-            by_row: Int64 = pair_bytes[slot]
-            return by_row
-        table = np.zeros(n_keys, np.int64)
-        table[pairs] = pair_bytes
-        out: Int64 = table[key]
-        return out
-
-    def _check_extent(self, shard_bytes: Int64) -> None:
-        n_regions = len(self.region_bytes)
-        if int(self.offset_bytes.min()) < 0:
-            row = int(self.offset_bytes.argmin())
-            got = int(self.offset_bytes[row])
-            raise self._error(row, f"offset {got} bytes; expected 0 or more", got=got, expected=0)
-        if n_regions == 1 and int(self.region.min()) == 0 == int(self.region.max()):
-            limit = self.region_bytes[0]
-            wrong = shard_bytes > limit - self.offset_bytes
-        else:
-            inside = (self.region >= 0) & (self.region < n_regions)
-            wrong = ~inside & (shard_bytes > 0)
-            if wrong.any():
-                row = int(np.argmax(wrong))
-                got = int(self.region[row])
-                raise self._error(row, f"region {got}; expected 0 to {n_regions - 1}", got=got, expected=n_regions - 1)
-            padded = np.append(self.region_bytes, np.int64(np.iinfo(np.int64).max))
-            wrong = shard_bytes > padded[np.where(inside, self.region, n_regions)] - self.offset_bytes
-        wrong &= shard_bytes > 0
-        if wrong.any():
-            row = int(np.argmax(wrong))
-            begin, size = int(self.offset_bytes[row]), int(shard_bytes[row])
-            region = int(self.region[row])
-            limit_bytes = int(self.region_bytes[region])
-            raise self._error(
-                row,
-                f"bytes [{begin}, {begin + size}) outside region {region} of {limit_bytes} bytes",
-                got=begin + size,
-                expected=limit_bytes,
-            )
 
     @cached_property
     def digest(self) -> bytes:

@@ -159,7 +159,8 @@ def _check_agreement(
     ids = np.arange(len(tensors)) if mapped is None else mapped
     wrong = (union.dtype_code[ids] != tensors.dtype_code) | (union.ndim[ids] != tensors.ndim)
     for back in range(1, tensors.n_dims + 1):
-        wrong |= union.shape[-back][ids] != tensors.shape[-back]
+        size = union.shape[-back][ids] if back <= union.n_dims else np.ones(len(ids), np.int64)
+        wrong |= size != tensors.shape[-back]
     if not wrong.any() and not tensors.axes and not union.axes:
         return
     for i, t in enumerate(ids.tolist() if union.axes or tensors.axes else ()):
