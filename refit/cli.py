@@ -57,7 +57,7 @@ def _application() -> Callable[[], object]:
         cut_hints: bool = typer.Option(
             False, "--cut-hints", help="From the second version on, lay buffers out by what the ranks read."
         ),
-        kill: str = typer.Option("", help="Kill this trainer (e.g. trainer-2) in the middle of the warm refit; fails."),
+        kill: str = typer.Option("", help="Kill this trainer (e.g. trainer-2) in the middle of the second refit."),
         keep: Path | None = typer.Option(None, help="Leave checkpoints, parameters and logs in this folder."),  # noqa: B008
         json_file: Path | None = typer.Option(None, "--json", help="Write the report to this file as JSON."),  # noqa: B008
         timeout: float = typer.Option(300.0, help="Deadline of the whole run, in seconds."),

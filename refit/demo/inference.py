@@ -156,6 +156,7 @@ def _summary(report: RefitReport) -> Message:
         "gbps": float(report.gbps),
         "wire_s": float(report.wire_s),
         "total_s": float(report.total_s),
+        "failovers": list(report.failovers),
         "stages": stages,
         "coverage_pct": float(report.coverage_pct),
         "certificate": {

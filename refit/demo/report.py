@@ -92,6 +92,9 @@ def print_report(report: DemoReport, console: Console) -> None:
     for name in settings.inference_names:
         console.print(f"  {_certificate(name, report.refits[-1])}", soft_wrap=True)
     for refit in report.refits:
+        for name, rank in refit.ranks.items():
+            if rank["failovers"]:
+                console.print(f"step {refit.step}: {name} went on with replicas of {rank['failovers']}", soft_wrap=True)
         loss = f" (trainer's loss in the step before: {refit.loss:.4f})" if refit.loss is not None else ""
         console.print(
             f"step {refit.step}: {refit.n_elems_compared:,} elements equal, bit for bit, what the loader makes of the "

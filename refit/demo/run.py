@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final
 
 from reshard.refit.demo.channel import JsonValue, Message
 from reshard.refit.demo.settings import DemoError, DemoSettings
@@ -156,8 +156,6 @@ class _Run:
                 self._start_ranks(address)
             for step in range(self.settings.refits):
                 loss = self._train(step) if step else None
-                if step and self.settings.kill:
-                    self._refit_and_kill(step)
                 self.report.refits.append(self._refit(step, loss))
         return self.report
 
@@ -221,34 +219,21 @@ class _Run:
         return sum(loss for loss in losses if isinstance(loss, float)) / len(losses)
 
     def _refit(self, step: int, loss: float | None) -> RefitOfRanks:
-        planned_before = self.report.refits and not (self.settings.cut_hints and len(self.report.refits) == 1)
-        kind = "warm" if planned_before else "cold"
-        folder = self.folder / f"checkpoint-{step}"
-        dumps = {child.name: self.folder / f"{child.name}-step-{step}.safetensors" for child in self.inference}
+        replanned = self.settings.cut_hints and len(self.report.refits) == 1
+        kind = "warm" if self.report.refits and not replanned else "cold"
+        kill = bool(self.settings.kill) and len(self.report.refits) == 1
         started = time.perf_counter()
         with self._step("publish", f"step {step}: publishing"):
             published = self._publish(step)
         publish_s = time.perf_counter() - started
         self.report.trainers = self.report.trainers or published
+        expected = self._save(step) if kill else None  # while there is somebody to gather from
         started = time.perf_counter()
         with self._step(f"refit {kind}", f"step {step}: {kind} refit"):
-            ranks = self._ask(self.inference, {"do": "refit", "step": step})
+            ranks = self._refit_and_kill(step) if kill else self._ask(self.inference, {"do": "refit", "step": step})
         refit_s = time.perf_counter() - started
-        with self._step("check", f"step {step}: saving a checkpoint of the gathered tensors"):
-            saved = self._ask(self.trainers, {"do": "save", "folder": str(folder)})
-        with self._step("check", f"step {step}: comparing every parameter with what the loader makes of it"):
-            commands: dict[str, JsonValue] = {
-                name: {"do": "check", "folder": str(folder), "dump": str(dump)} for name, dump in dumps.items()
-            }
-            checked = self._ask(self.inference, commands)
-        with self._step("check", f"step {step}: putting the ranks together and comparing greedy tokens"):
-            paths: list[JsonValue] = [str(dump) for dump in dumps.values()]
-            refitted = self._ask([self.judge], {"do": "tokens", "dumps": paths})["judge"]["tokens"]
-        trained = saved[self.trainers[0].name]["tokens"]
-        if refitted != trained:
-            raise DemoError(f"step {step}: greedy tokens: got {refitted} of the refitted weights, expected {trained}")
-        n_elems = sum(int(str(answer["n_elems"])) for answer in checked.values())
-        return RefitOfRanks(step, loss, publish_s, refit_s, ranks, n_elems, refitted)
+        n_elems, tokens = self._check(step, expected if expected is not None else self._save(step))
+        return RefitOfRanks(step, loss, publish_s, refit_s, ranks, n_elems, tokens)
 
     def _publish(self, step: int) -> dict[str, Message]:
         if step and self.settings.cut_hints and not self.layout_epoch:
@@ -256,13 +241,38 @@ class _Run:
             self.layout_epoch = int(str(answer["layout_epoch"]))
         return self._ask(self.trainers, {"do": "publish", "step": step, "layout_epoch": self.layout_epoch})
 
-    def _refit_and_kill(self, step: int) -> NoReturn:
-        """Kill a trainer while all ranks are about to read, and raise what the ranks say of it.
+    def _save(self, step: int) -> JsonValue:
+        """Save a checkpoint of the trainers' gathered tensors; return the greedy tokens of these."""
+        with self._step("check", f"step {step}: saving a checkpoint of the gathered tensors"):
+            saved = self._ask(self.trainers, {"do": "save", "folder": str(self._checkpoint(step))})
+        return saved[self.trainers[0].name]["tokens"]
+
+    def _checkpoint(self, step: int) -> Path:
+        return self.folder / f"checkpoint-{step}"
+
+    def _check(self, step: int, expected: JsonValue) -> tuple[int, JsonValue]:
+        """Compare the ranks with the checkpoint and with its tokens; return how many elements, and the tokens."""
+        dumps = {child.name: self.folder / f"{child.name}-step-{step}.safetensors" for child in self.inference}
+        with self._step("check", f"step {step}: comparing every parameter with what the loader makes of it"):
+            folder = str(self._checkpoint(step))
+            commands: dict[str, JsonValue] = {
+                name: {"do": "check", "folder": folder, "dump": str(dump)} for name, dump in dumps.items()
+            }
+            checked = self._ask(self.inference, commands)
+        with self._step("check", f"step {step}: putting the ranks together and comparing greedy tokens"):
+            paths: list[JsonValue] = [str(dump) for dump in dumps.values()]
+            tokens = self._ask([self.judge], {"do": "tokens", "dumps": paths})["judge"]["tokens"]
+        if tokens != expected:
+            raise DemoError(f"step {step}: greedy tokens: got {tokens} of the refitted weights, expected {expected}")
+        return sum(int(str(answer["n_elems"])) for answer in checked.values()), tokens
+
+    def _refit_and_kill(self, step: int) -> dict[str, Message]:
+        """Kill a trainer when all ranks are about to read; return their reports if a replica took its place.
 
         Raises
         ------
         DemoError
-            Always: with what each rank reported, and that the old weights are still there. Or, if they are not, that.
+            If they could not go on: with what each of them says, and whether the old weights still serve.
         """
         victim = self.supervisor.children[self.settings.kill]
         paused: set[str] = set()
@@ -277,38 +287,29 @@ class _Run:
                         child.channel.send({"do": "go on"})
 
         before = self._digests()
-        with self._step("publish", f"step {step}: publishing"):
-            self._publish(step)
-        with self._step("refit warm", f"step {step}: warm refit, killing {victim.name} in the middle"):
-            failures = self._failures_of_refit({"do": "refit", "step": step, "pause_at": "read"}, on_event)
-        lines = [f"{victim.name} was killed in the middle of the refit to step {step}"]
-        lines += [
-            f"{child.name}: {failures.get(child.name, 'went on as if nothing had happened')}"
-            for child in self.inference
-        ]
-        changed = [name for name, digest in self._digests().items() if digest != before[name]]
-        if changed:
-            raise DemoError("\n".join([*lines, f"{', '.join(changed)}: the weights have changed"]))
-        raise DemoError(
-            "\n".join([*lines, f"{', '.join(before)}: the weights of step {step - 1} still serve, bit for bit"])
-        )
-
-    def _failures_of_refit(self, command: Message, on_event: Callable[[str, Message], None]) -> dict[str, str]:
+        command: Message = {"do": "refit", "step": step, "pause_at": "read"}
         try:
-            self.supervisor.ask(self.inference, command, timeout_s=self._left_s(), on_event=on_event)
+            ranks = self.supervisor.ask(self.inference, command, timeout_s=self._left_s(), on_event=on_event)
+            failures: dict[str, str] = {}
         except ChildrenFailed as error:
-            return error.failures
-        return {}
+            ranks, failures = error.answers, error.failures
+        self.supervisor.forget(victim)
+        self.trainers.remove(victim)
+        if len(ranks) == len(self.inference):
+            return ranks
+        lines = [f"{victim.name} was killed in the middle of the refit to step {step}"]
+        lines += [f"{child.name}: {failures.get(child.name, 'went on')}" for child in self.inference]
+        changed = [name for name, digest in self._digests().items() if digest != before[name]]
+        last = (
+            f"{', '.join(changed)}: the weights have changed"
+            if changed
+            else f"{', '.join(before)}: the weights of step {step - 1} still serve, bit for bit"
+        )
+        raise DemoError("\n".join([*lines, last]))
 
     def _digests(self) -> dict[str, str]:
         """Return a digest of each inference rank's parameters."""
-        failures: dict[str, str] = {}
-        try:
-            answers = self._ask(self.inference, {"do": "digest"})
-        except ChildrenFailed as error:
-            answers, failures = error.answers, error.failures
-        if missing := [child.name for child in self.inference if child.name not in answers]:
-            raise DemoError("; ".join(f"{name}: {failures[name]}" for name in missing))
+        answers = self._ask(self.inference, {"do": "digest"})
         return {name: str(answer["digest"]) for name, answer in answers.items()}
 
     def _ask(self, children: list[Child], command: Mapping[str, JsonValue]) -> dict[str, Message]:

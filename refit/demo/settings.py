@@ -57,7 +57,8 @@ class DemoSettings:
         Whether the trainers lay their buffers out, from the second version on, by the boxes that the inference ranks
         read: that refit plans anew, and all that is read later is verified.
     kill
-        Name of a trainer to kill in the middle of the warm refit, to see what happens; empty kills none.
+        Name of a trainer to kill in the middle of the second refit, the last one then; empty kills none. With replicas
+        (sharding "hsdp") the ranks go on; without, they keep the old weights and the run fails.
     keep
         Folder to leave checkpoints, parameter dumps and process logs in; None takes a temporary folder.
     timeout_s
@@ -96,6 +97,8 @@ class DemoSettings:
             raise DemoError(f"--tp: got {self.tensor_parallel}, expected a divisor of the {N_QUERY_HEADS} query heads")
         if not 2 <= self.refits <= MAX_REFITS:
             raise DemoError(f"--refits: got {self.refits}, expected 2 to {MAX_REFITS}")
+        if self.kill and self.refits != 2:
+            raise DemoError(f"--kill: got {self.refits} refits, expected 2: without the trainer there is no next step")
         if self.kill and self.kill not in self.trainer_names:
             raise DemoError(f"--kill: got {self.kill!r}, expected one of {', '.join(self.trainer_names)}")
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):

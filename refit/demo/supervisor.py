@@ -274,6 +274,12 @@ class Supervisor:
             raise ChildrenFailed(failures, ordered)
         return ordered
 
+    def forget(self, child: Child) -> None:
+        """Watch a child no longer: that it has ended is known, and is nobody's failure any more."""
+        del self.children[child.name]
+        if child.channel.fileno() >= 0:
+            child.channel.close()
+
     def _receive(self, deadline: float) -> list[tuple[str, Message]]:
         """Wait for messages of any child, or for an exit; note the exits, return the messages."""
         alive = {child.channel: child for child in self.children.values() if child.channel.fileno() >= 0}

@@ -147,6 +147,18 @@ def test_a_killed_trainer(tmp_path: Path, transport: str) -> None:
 
 @needs_packages
 @pytest.mark.slow
+def test_a_killed_trainer_with_a_replica(tmp_path: Path) -> None:
+    """The ranks go on with the replica in the same refit, and every byte is compared as ever."""
+    done = run_demo(tmp_path, "--kill", "trainer-2", "--sharding", "hsdp")
+    check(tmp_path, done, tensor_parallel=2, trainers=4)
+    ranks = json.loads((tmp_path / "report.json").read_text())["refits"][1]["ranks"]
+    took_over = [rank["failovers"] for rank in ranks.values()]
+    assert ["trainer-2"] in took_over
+    assert all(failovers in ([], ["trainer-2"]) for failovers in took_over)
+
+
+@needs_packages
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     """Neither processes nor temporary files, and no trace on the screen."""
