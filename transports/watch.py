@@ -40,7 +40,7 @@ class PeerWatch:
         If the process is gone or another one by now, or its beacon disagrees.
     """
 
-    __slots__ = ("_endpoint", "_gone", "_healthy", "_page", "_peer", "_process", "pid")
+    __slots__ = ("_endpoint", "_healthy", "_page", "_peer", "_process", "pid")
 
     def __init__(self, peer: str, endpoint: Endpoint, identity: ProcessIdentity, control: int) -> None:
         self._peer = peer
@@ -53,8 +53,6 @@ class PeerWatch:
             raise PeerError(f"peer {peer!r}: no process {identity.pid}: {error}", peer=peer) from error
         try:
             identity.check(peer)  # only now that the descriptor holds the process, whichever it is
-            self._gone = select.poll()
-            self._gone.register(self._process, select.POLLIN)
             self._page: npt.NDArray[np.uint8] = map_from(identity.pid, control, BEACON_BYTES, peer)
             self.check()
         except BaseException:
@@ -63,10 +61,15 @@ class PeerWatch:
 
     def check(self) -> None:
         """Raise `PeerError` if the peer has exited, closed, or withdrawn regions."""
-        if self._process < 0 or self._gone.poll(0):
+        if self._process < 0 or self._exited():
             raise PeerError(f"peer {self._peer!r}: process {self.pid} has exited", peer=self._peer)
         if not self._page.tobytes().startswith(self._healthy):
             check_beacon(self._page, self._endpoint, self._peer)
+
+    def _exited(self) -> bool:
+        gone = select.poll()  # one a call: a poll object is not for several threads at once
+        gone.register(self._process, select.POLLIN)
+        return bool(gone.poll(0))
 
     def close(self) -> None:
         """Give the descriptor back; idempotent."""
