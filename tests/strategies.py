@@ -313,8 +313,8 @@ def read_table(scenario: Scenario) -> ReadTable:
 def layered_scenarios(draw: st.DrawFn) -> Scenario:
     """Many tensors of few shapes, sharded alike but for some: what planning by class is for, and where it may err.
 
-    """Many tensors of few shapes, sharded alike but for some: what planning by class is for, and where it may err.
-    replica, are read by another view, or lie in another order in memory.
+    Layers share shape, dtype, sharding and requests; then single layers are re-cut, move to other holders, lose or
+    gain a replica, are read by another view, or lie in another order in memory.
     """
     scenario = Scenario()
     kinds = [
