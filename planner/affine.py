@@ -11,8 +11,8 @@ destination by a fixed stride.
 3. Where the coordinates of one source dim would carry into the next, cut the view dim there: a head up to the
    first carry, a body that is itself an (outer, inner) pair of dims, and a tail.
 4. Where one source dim is seen by two view dims, merge them if the destination lets them, else enumerate the
-   shorter one. A dim that repeats the source (stride 0), moves two source dims at once (a diagonal), or walks
-   the two sides in opposite directions, is enumerated too.
+   shorter one. A dim that repeats the source (stride 0), or moves two source dims at once (a diagonal), is
+   enumerated too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AlignedView(NamedTuple):
     dst_offset : int
         Destination element of the first source element.
     dst_stride : tuple of int
-        Destination elements moved per step of each source dim; 0 where ``counts`` is 1, never negative.
+        Destination elements moved per step of each source dim; 0 where ``counts`` is 1. May be negative.
     """
 
     start: tuple[int, ...]
@@ -204,7 +204,7 @@ class _Aligner:
         """Return the walks that replace `walk`, or None if it is aligned already."""
         digits = [self._digits(dim.src_stride) for dim in walk.dims]
         for index, moved in enumerate(digits):
-            if sum(digit > 0 for digit in moved) == 0 or walk.dims[index].dst_stride < 0:
+            if sum(digit > 0 for digit in moved) == 0:
                 return _enumerated(walk, index)
         coords = self._digits(walk.src_offset)
         for axis in reversed(range(len(self.shape))):

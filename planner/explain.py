@@ -16,13 +16,13 @@ from typing import Literal
 
 import numpy as np
 
+from reshard.planner.blocks import Blocks
 from reshard.planner.classify import Bool, Int64
 from reshard.planner.dictionaries import TensorDict
 from reshard.planner.dtypes import dtype
 from reshard.planner.errors import PlanError
 from reshard.planner.plans import Plan
 from reshard.planner.reads import KIND_MATERIALISED
-from reshard.planner.rows import Blocks
 
 __all__ = ["Destination", "Origin", "explain_byte", "find_element", "find_region_byte"]
 
