@@ -152,7 +152,7 @@ class CommonTransport(Holding):
                 transfer.state = "failed"
                 if transfer.failed_in_flight and not self._settles(transfer.error):
                     self._poisoned.append(transfer)
-                if isinstance(transfer.error, PeerError) or transfer in self._poisoned:
+                if isinstance(transfer.error, PeerError) or transfer.refused or transfer in self._poisoned:
                     prepared.peer.failed = prepared.peer.failed or str(transfer.error)
             else:
                 transfer.state = "cancelled" if transfer.cancelled else "done"

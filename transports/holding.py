@@ -199,8 +199,12 @@ class Holding(Hooks):
             if peer.epoch != epoch:
                 self._dial_again(peer, time.monotonic() + RECONNECT_S)
         prepared.free_native()
-        prepared.gate = self._gate(peer)
-        prepared.slices = self._build(peer, prepared.work) if prepared.n_descriptors else []
+        try:
+            prepared.gate = self._gate(peer)
+            prepared.slices = self._build(peer, prepared.work) if prepared.n_descriptors else []
+        except BaseException:
+            prepared.free_native()
+            raise
         prepared.epoch = epoch
 
     def close_list(self, prepared: PreparedList) -> None:

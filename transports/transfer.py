@@ -141,6 +141,11 @@ class ListTransfer:
         return self._cancelled and self.posted < len(self._slices)
 
     @property
+    def refused(self) -> bool:
+        """Whether the gate failed, so that its peer is of no use any more."""
+        return self._gate_state == "refused"
+
+    @property
     def posting(self) -> bool:
         """Whether a thread is at work on it now, perhaps inside a native call."""
         return self._lock.locked()
