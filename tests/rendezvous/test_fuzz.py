@@ -261,10 +261,11 @@ def flaw(name: str, messages: list[bytes], error: grpc.aio.AioRpcError | None) -
     unreadable = bool(messages) and not _parses(name, messages[0])
     if error is None:
         return f"bytes that are no {name}Request were accepted" if unreadable else ""
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and name in WAITING:
+        return ""  # this client's own deadline, whatever the service was about to say
     details = [value for key, value in error.trailing_metadata() or () if key == DETAIL_KEY]
     if not details:
-        late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and name in WAITING
-        return "" if late else f"{error.code()} without a typed detail: {error.details()!r:.300}"
+        return f"{error.code()} without a typed detail: {error.details()!r:.300}"
     detail = pb.Error.FromString(details[0])
     if STATUS.get(detail.kind) is not error.code():
         return f"{error.code()} with {pb.ErrorKind.Name(detail.kind)}: {detail.message:.300}"
