@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.planner.dictionaries import TensorDict
-from reshard.planner.geometries import GeometryDict
 from reshard.planner.dtypes import dtype
 from reshard.planner.errors import DTypeError, TableError
+from reshard.planner.geometries import GeometryDict
 from reshard.planner.shards import Holder, Memory, ShardPart
 from reshard.planner.tables import ShardTable
 from reshard.rendezvous.errors import InvalidRequestError

@@ -21,9 +21,9 @@ from itertools import chain
 
 import numpy as np
 
-from reshard.planner.geometries import MAX_NDIM
 from reshard.planner.dtypes import dtype
 from reshard.planner.errors import ConflictError, DTypeError
+from reshard.planner.geometries import MAX_NDIM
 from reshard.rendezvous.errors import InvalidRequestError
 from reshard.rendezvous.limits import (
     MAX_DIM_ELEMS,

@@ -32,9 +32,7 @@ OTHER = "f" * 64
 
 
 def identity(world: int) -> RunIdentity:
-    return RunIdentity(
-        run_id="a" * 32, commit="b" * 40, config_digest=DIGEST, model_digest=OTHER, world_size=world
-    )
+    return RunIdentity(run_id="a" * 32, commit="b" * 40, config_digest=DIGEST, model_digest=OTHER, world_size=world)
 
 
 def inventory(rank: int, world: int, **changed: object) -> RankInventory:
@@ -202,9 +200,7 @@ def main() -> None:
     rank, world = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     store = dist.FileStore(sys.argv[3], world)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S)
-    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S))
     scenarios = Scenarios(rank, world)
     results: dict[str, object] = {}
     for name in sys.argv[4:]:

@@ -133,9 +133,7 @@ def test_other_types_are_unsupported(value):
         ({"k": {"l": value}}, r"\$\.k\.l"),
         (Point(value), r"\$\.y"),
     ):
-        with pytest.raises(
-            ContractTypeError, match=rf"canonical record\.{path}: got unsupported type \S+, expected"
-        ):
+        with pytest.raises(ContractTypeError, match=rf"canonical record\.{path}: got unsupported type \S+, expected"):
             canonical_record(record)
 
 

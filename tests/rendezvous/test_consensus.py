@@ -65,9 +65,7 @@ def run_group(world: int, scenarios: list[str], tmp_path: Path) -> list[dict | N
     try:
         for rank in range(world):
             command = [sys.executable, str(RANK), str(rank), str(world), str(store), *scenarios]
-            ranks.append(
-                subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            )
+            ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         results = []
         for rank, process in enumerate(ranks):
             out, err = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
@@ -108,8 +106,7 @@ def group(request, tmp_path_factory) -> Group:
 
 def test_records_come_back_as_records_in_rank_order(group):
     assert (
-        group.values("gather_records")
-        == [{"same": True, "validated": True, "kinds": ["RankInventory"]}] * group.world
+        group.values("gather_records") == [{"same": True, "validated": True, "kinds": ["RankInventory"]}] * group.world
     )
 
 
@@ -278,9 +275,7 @@ def test_another_backend_is_refused():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         for name, call in VALID_CALLS.items():
-            with pytest.raises(
-                ContractError, match=rf"{name}\.group: got .*fake.*, expected a group with gloo"
-            ):
+            with pytest.raises(ContractError, match=rf"{name}\.group: got .*fake.*, expected a group with gloo"):
                 call()
     finally:
         dist.destroy_process_group()

@@ -219,9 +219,7 @@ def test_a_wrong_field_is_named(kind, field, value):
 def test_booleans_are_not_integers_and_say_so(kind):
     for field, value in VALID[kind].items():
         if type(value) is int:
-            with pytest.raises(
-                ContractTypeError, match=rf"{kind.__name__}\.{field}: got bool True, expected int"
-            ):
+            with pytest.raises(ContractTypeError, match=rf"{kind.__name__}\.{field}: got bool True, expected int"):
                 kind(**{**VALID[kind], field: True})
 
 
@@ -359,9 +357,7 @@ STEPS = [
 
 def edit(records, rank, **changed):
     return [
-        dataclasses.replace(record, **changed)
-        if isinstance(record, RankInventory) and record.rank == rank
-        else record
+        dataclasses.replace(record, **changed) if isinstance(record, RankInventory) and record.rank == rank else record
         for record in records
     ]
 

@@ -14,8 +14,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from reshard.planner import Holder, Shard, ShardPart
-from reshard.planner.dictionaries import GeometryDict, TensorDict
+from reshard.planner.dictionaries import TensorDict
 from reshard.planner.errors import ConflictError, DTypeError, TableError
+from reshard.planner.geometries import GeometryDict
 from reshard.rendezvous import modelexpress_blob
 from reshard.rendezvous.errors import InvalidRequestError
 from reshard.rendezvous.modelexpress import (

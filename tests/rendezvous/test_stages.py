@@ -43,9 +43,7 @@ def test_the_stages_are_these_and_in_this_order():
     assert all(stage.name == stage.value for stage in Stage)
 
 
-@pytest.mark.parametrize(
-    ("current", "target"), list(itertools.product(Stage, Stage)), ids=lambda stage: stage.value
-)
+@pytest.mark.parametrize(("current", "target"), list(itertools.product(Stage, Stage)), ids=lambda stage: stage.value)
 def test_every_pair(current, target):
     machine = StageMachine(current)
     if allowed(current.value, target.value):
@@ -54,9 +52,7 @@ def test_every_pair(current, target):
         assert machine.stage is target
         return
     assert target not in SUCCESSORS[current]
-    with pytest.raises(
-        ContractError, match=rf"stage\.target: got {current.value} -> {target.value}"
-    ) as caught:
+    with pytest.raises(ContractError, match=rf"stage\.target: got {current.value} -> {target.value}") as caught:
         machine.advance(target)
     assert caught.value.field == "target"
     assert machine.stage is current
@@ -73,9 +69,7 @@ def test_terminal_stages_stay(stage):
                 advance_stage(stage, target)
 
 
-@pytest.mark.parametrize(
-    "impostor", ["CREATED", "PREFLIGHTED", None, 0, True, b"CREATED", Stage, object()], ids=repr
-)
+@pytest.mark.parametrize("impostor", ["CREATED", "PREFLIGHTED", None, 0, True, b"CREATED", Stage, object()], ids=repr)
 def test_what_is_not_a_stage_is_refused_by_type(impostor):
     machine = StageMachine()
     with pytest.raises(ContractTypeError, match=r"stage\.target: got .*, expected a Stage"):
