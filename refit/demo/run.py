@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from reshard.planner.errors import MissingDependencyError
 from reshard.refit.demo.channel import JsonValue, Message
 from reshard.refit.demo.settings import DemoError, DemoSettings
 from reshard.refit.demo.supervisor import Child, ChildrenFailed, Supervisor
@@ -24,6 +26,7 @@ from reshard.transports.registry import probe
 
 __all__ = ["DemoReport", "Progress", "RefitOfRanks", "run_demo"]
 
+PACKAGES: Final = ("torch", "transformers", "safetensors", "grpc")
 PRELOAD: Final = (
     "torch",
     "torch.distributed.fsdp",
@@ -119,11 +122,16 @@ def run_demo(settings: DemoSettings, progress: Progress) -> DemoReport:
     ------
     DemoError
         If a process failed, or if any byte or token differs.
+    MissingDependencyError
+        If a package is not installed.
     """
     if sys.platform != "linux":
         raise DemoError(
             f"the demo runs on Linux: it forks, and ties its processes together as Linux does; this is {sys.platform}"
         )
+    for package in PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            raise MissingDependencyError(package, "demo")
     if settings.transport != "auto" and (reason := probe(settings.transport)):
         raise DemoError(f"--transport {settings.transport}: {reason}")
     with settings.work_folder() as folder:

@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from tests.refit.leftovers import orphaned_segments, segments
 
+from reshard.planner.errors import MissingDependencyError
+from reshard.refit.demo.run import run_demo as run_in_this_process
+from reshard.refit.demo.settings import DemoSettings
 from reshard.transports.registry import probe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -186,6 +189,13 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, number: signal.Signa
     finally:
         process.kill()
         process.wait(20)
+
+
+def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else found(name))
+    with pytest.raises(MissingDependencyError, match=r"reshard\[demo\]"):
+        run_in_this_process(DemoSettings(transport="memory"), lambda *_: None)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("typer") is None, reason="the command line needs typer")
