@@ -192,7 +192,7 @@ class AsyncRendezvous:
     ) -> str:
         """Open a version with all the slots it needs, or agree with whoever did. Returns its uid."""
         names = limits.check_names("slots", slots, at_most=limits.MAX_SLOTS)
-        limits.check_int("layout_epoch", layout_epoch, at_least=0, at_most=2**62)
+        limits.check_int("layout_epoch", layout_epoch, at_least=0, at_most=limits.MAX_STEP)
         return await self.backend.open_version(key, names, layout_epoch, _timeout(timeout_s))
 
     async def publish_slot(self, uid: str, record: SlotRecord, worker: AnyWorker, *, timeout_s: float = CALL_S) -> None:
@@ -437,7 +437,7 @@ def _split_want(model: str, want: VersionKey | int | str) -> tuple[int | None, i
     if isinstance(want, str):
         limits.check_choice("want", want, ("latest",))
         return None, None
-    return limits.check_int("want", want, at_least=0, at_most=2**62), None
+    return limits.check_int("want", want, at_least=0, at_most=limits.MAX_STEP), None
 
 
 def _ignore(progress: Progress) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.planner.errors import require
+from reshard.rendezvous import limits
 from reshard.rendezvous.errors import InvalidRequestError
 from reshard.rendezvous.optional import tables_pb
 
@@ -113,6 +114,8 @@ def unpack_columns(field: str, metas: Sequence[tables_pb.Column], lengths: Seque
     """
     if len(metas) != len(lengths):
         raise InvalidRequestError(f"{field}.columns", f"{len(metas)} columns, expected {len(lengths)}")
+    if sum(lengths) > limits.MAX_CELLS:
+        raise InvalidRequestError(f"{field}.columns", f"{sum(lengths)} values in all, at most {limits.MAX_CELLS}")
     n_bytes = 0
     for i, (meta, length) in enumerate(zip(metas, lengths, strict=True)):
         constant = meta.transform == tables_pb.TRANSFORM_CONSTANT

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from reshard.planner.cuts import Cuts
 from reshard.planner.dictionaries import TensorDict
-from reshard.planner.geometries import GeometryDict
 from reshard.planner.errors import ReshardError
+from reshard.planner.geometries import GeometryDict
 from reshard.planner.shards import Holder, ShardPart
 from reshard.rendezvous import limits
 from reshard.rendezvous.columns import (
@@ -75,7 +75,7 @@ def tensors_from_message(message: tables_pb.TensorDict, digest: bytes) -> Tensor
     InvalidRequestError
         A count out of bounds, a frame that does not fit, a rule of the planner broken, another digest.
     """
-    n = limits.check_int("tensors.n_tensors", message.n_tensors, at_least=0, at_most=limits.MAX_ROWS)
+    n = limits.check_int("tensors.n_tensors", message.n_tensors, at_least=0, at_most=limits.MAX_DICT_ROWS)
     n_bytes = limits.check_int("tensors.names_bytes", message.names_bytes, at_least=0, at_most=_MAX_NAMES_BYTES)
     (lengths, dtype_code), dims = _unpack_dims("tensors", message, n, n_heads=2, per_dim=1)
     dims.check_extents("tensors.shape", 0)
@@ -106,7 +106,7 @@ def geometries_to_message(geometries: GeometryDict) -> tables_pb.GeometryDict:
 
 def geometries_from_message(message: tables_pb.GeometryDict, digest: bytes) -> GeometryDict:
     """Decode a geometry dictionary and check its digest; errors as for tensors."""
-    n = limits.check_int("geometries.n_geometries", message.n_geometries, at_least=0, at_most=limits.MAX_ROWS)
+    n = limits.check_int("geometries.n_geometries", message.n_geometries, at_least=0, at_most=limits.MAX_DICT_ROWS)
     _, dims = _unpack_dims("geometries", message, n, n_heads=0, per_dim=2)
     dims.check_extents("geometries.start", 0)
     dims.check_extents("geometries.extent", 1)
@@ -203,7 +203,7 @@ def names_to_message(names: Iterable[str]) -> tables_pb.NameSet:
 
 def names_from_message(message: tables_pb.NameSet, digest: bytes) -> frozenset[str]:
     """Decode a set of names and check its digest."""
-    n = limits.check_int("names.n_names", message.n_names, at_least=0, at_most=limits.MAX_ROWS)
+    n = limits.check_int("names.n_names", message.n_names, at_least=0, at_most=limits.MAX_DICT_ROWS)
     n_bytes = limits.check_int("names.names_bytes", message.names_bytes, at_least=0, at_most=_MAX_NAMES_BYTES)
     names = unpack_names("names", message.frame, n, n_bytes)
     _check_digest("names", names_digest(names), digest)
@@ -227,7 +227,7 @@ def cuts_from_message(message: tables_pb.CutTable, digest: bytes) -> Cuts:
     """Decode where a receiver cuts the source tensors and check its digest; errors as for dictionaries."""
     limits.check_digest("cuts.tensors_digest", message.tensors_digest)
     tensors = tensors_from_message(message.tensors, message.tensors_digest)
-    most = limits.MAX_ROWS * limits.MAX_RANK
+    most = limits.MAX_DICT_ROWS * limits.MAX_RANK
     n_axes = limits.check_int("cuts.n_axes", message.n_axes, at_least=0, at_most=most)
     n = limits.check_int("cuts.n_coordinates", message.n_coordinates, at_least=0, at_most=most)
     counts, coordinates = unpack_columns("cuts", message.columns, [n_axes, n], message.frame)

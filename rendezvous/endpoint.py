@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from reshard.rendezvous.catalog import parse_content
 from reshard.rendezvous.errors import RendezvousError, RendezvousUnavailableError
-from reshard.rendezvous.faults import DETAIL_KEY, status_of, to_detail
+from reshard.rendezvous.faults import DETAIL_KEY, status_of, to_detail, to_details
 from reshard.rendezvous.handlers import Handlers
 from reshard.rendezvous.optional import grpc, pb, protobuf
 
@@ -180,8 +180,8 @@ class Endpoint:
     async def _refuse(self, context: Context, call: Call, error: RendezvousError) -> None:
         status = status_of(error)
         call.code, call.error = status.name, str(error)[:512]
-        detail = to_detail(error)
-        await context.abort(status, detail.message, ((DETAIL_KEY, detail.SerializeToString()),))
+        trailing = ((DETAIL_KEY, to_detail(error).SerializeToString()),)
+        await context.abort(status, to_details(error), trailing)
 
     def _end(self, call: Call) -> None:
         seconds = time.monotonic() - call.started_s

@@ -25,11 +25,11 @@ from reshard.rendezvous.errors import (
 )
 from reshard.rendezvous.optional import grpc, pb
 
-__all__ = ["DETAIL_KEY", "error_from_status", "status_of", "to_detail"]
+__all__ = ["DETAIL_KEY", "error_from_status", "status_of", "to_detail", "to_details"]
 
 DETAIL_KEY = "reshard-error-bin"
-_MESSAGE_CHARS = 4096  # trailing metadata is bounded by the transport, usually at 8 KiB
-_NAMES = 16
+# Trailing metadata and status text together are bounded by the transport, usually at 8 KiB.
+_DETAILS_BYTES, _MESSAGE_BYTES, _FIELD_BYTES, _NAME_BYTES, _NAMES = 512, 2048, 512, 64, 16
 
 # Error type, its kind on the wire, its gRPC status: the first row whose type fits, so subclasses come first.
 _ROWS: tuple[tuple[type[RendezvousError], str, str], ...] = (
@@ -56,18 +56,20 @@ def status_of(error: RendezvousError) -> grpc.StatusCode:
     return grpc.StatusCode.INTERNAL
 
 
+def to_details(error: RendezvousError) -> str:
+    """Return the status' own text: the message, for those who do not read the detail."""
+    return _short(str(error), _DETAILS_BYTES)
+
+
 def to_detail(error: RendezvousError) -> pb.Error:
-    """Encode an error."""
+    """Encode an error. Long texts lose their middle: what is wrong stands at the end."""
     name = next((wire for kind, wire, _ in _ROWS if isinstance(error, kind)), "UNSPECIFIED")
-    detail = pb.Error(
-        kind=f"ERROR_KIND_{name}",
-        message=_short(str(error)),
-    )
+    detail = pb.Error(kind=f"ERROR_KIND_{name}", message=_short(str(error), _MESSAGE_BYTES))
     if isinstance(error, InvalidRequestError):
-        detail.field = _short(error.field)
-        detail.message = _short(error.reason)
+        detail.field = _short(error.field, _FIELD_BYTES)
+        detail.message = _short(error.reason, _MESSAGE_BYTES)
     elif isinstance(error, VersionError):
-        detail.holders.extend(_short(name) for name in error.holders[:_NAMES])
+        detail.holders.extend(_few(error.holders))
     elif isinstance(error, RendezvousTimeoutError):
         detail.waited_ms = int(error.waited_s * 1000)
         detail.progress.missing.extend(_few(error.missing_slots))
@@ -118,9 +120,14 @@ def error_from_status(error: grpc.aio.AioRpcError, address: str, call: str) -> R
     return RendezvousError(f"{where}: {code.name}: {said}")
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= _MESSAGE_CHARS else text[: _MESSAGE_CHARS - 3] + "..."
+def _short(text: str, n_bytes: int) -> str:
+    raw = text.encode(errors="replace")
+    if len(raw) <= n_bytes:
+        return text
+    head = n_bytes // 4
+    tail = n_bytes - head - 3
+    return raw[:head].decode(errors="ignore") + "..." + raw[-tail:].decode(errors="ignore")
 
 
 def _few(names: tuple[str, ...]) -> list[str]:
-    return [name[:128] for name in names[:_NAMES]]
+    return [_short(name, _NAME_BYTES) for name in names[:_NAMES]]

@@ -146,7 +146,7 @@ class Handlers:
             raise InvalidRequestError("step", "no step is given; step 0 must be said")
         key = VersionKey(request.model, request.epoch, request.step)
         slots = limits.check_names("slots", request.slots, at_most=limits.MAX_SLOTS)
-        layout_epoch = limits.check_int("layout_epoch", request.layout_epoch, at_least=0, at_most=2**62)
+        layout_epoch = limits.check_int("layout_epoch", request.layout_epoch, at_least=0, at_most=limits.MAX_STEP)
         uid = await self._broker.open_version(key, slots, layout_epoch)
         return pb.OpenVersionResponse(uid=messages.id_to_bytes(uid))
 
@@ -344,7 +344,7 @@ def _wish(request: pb.AwaitVersionRequest) -> tuple[Join, float]:
         raise InvalidRequestError("epoch", "an epoch is given without a step")
     for name, value in (("step", step), ("epoch", epoch)):
         if value is not None:
-            limits.check_int(name, value, at_least=0, at_most=2**62)
+            limits.check_int(name, value, at_least=0, at_most=limits.MAX_STEP)
     limits.check_int("known", len(request.known), at_least=0, at_most=_MAX_KNOWN)
     wish = Join(
         model=model,

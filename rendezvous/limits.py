@@ -9,16 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from reshard.planner.dictionaries import MAX_NDIM as MAX_RANK
 from reshard.rendezvous.errors import InvalidRequestError
 
 __all__ = [
     "CHUNK_BYTES",
     "DIGEST_BYTES",
     "ID_BYTES",
+    "MAX_CELLS",
+    "MAX_DICT_ROWS",
     "MAX_DIM_ELEMS",
     "MAX_ENDPOINTS",
     "MAX_ENDPOINTS_BYTES",
     "MAX_ENDPOINT_BYTES",
+    "MAX_EPOCH_JUMP",
     "MAX_MEMBERS",
     "MAX_MESSAGE_BYTES",
     "MAX_NAME_BYTES",
@@ -29,6 +33,7 @@ __all__ = [
     "MAX_ROOT_NAMES_BYTES",
     "MAX_ROWS",
     "MAX_SLOTS",
+    "MAX_STEP",
     "MAX_TABLE_BYTES",
     "MAX_TIMEOUT_S",
     "MAX_TOPOLOGY_BYTES",
@@ -46,9 +51,10 @@ __all__ = [
 ]
 
 MAX_NAME_BYTES = 4096  # UTF-8 bytes of any name: tensors, slots, members, models
-MAX_RANK = 16  # dims of a tensor
 MAX_DIM_ELEMS = 2**40  # elements along one dim
 MAX_ROWS = 10**7  # rows of a table part
+MAX_DICT_ROWS = 2**20  # tensors or boxes of a dictionary
+MAX_CELLS = 2**26  # values of all columns of a message together: constant columns cost nothing on the wire
 MAX_REGIONS = 65536  # regions of a holder
 MAX_SLOTS = 16384  # slots of a version
 MAX_MEMBERS = 16384  # ranks of a group
@@ -57,6 +63,8 @@ MAX_ENDPOINT_BYTES = 1 << 20  # one transport's endpoint message
 MAX_ENDPOINTS_BYTES = 2 << 20  # all of a worker's endpoint messages
 MAX_ROOTS = 4096  # replica groups and aliases of a slot
 MAX_ROOT_NAMES_BYTES = 512 << 10  # the names of a slot's replica groups and aliases together
+MAX_STEP = 2**62  # of epochs, steps and layout epochs
+MAX_EPOCH_JUMP = 2**20  # by which a version may open an epoch that open_epoch did not allocate
 MAX_PATTERNS = 256  # of names that a vote allows to go unconsumed
 MAX_TABLE_BYTES = 256 << 20  # a dictionary or part, encoded, however many chunks it comes in
 MAX_TOPOLOGY_BYTES = 1 << 30  # the unchanging part of a version's slots

@@ -70,14 +70,19 @@ class Link:
         request: protobuf.Message | Callable[[float], protobuf.Message],
         response: type[M],
         timeout_s: float,
+        *,
+        grace_s: float = 0.0,
     ) -> M:
-        """Send a request and return the response; a callable request is given the seconds left."""
+        """Send a request and return the response; a callable request is given the seconds left.
+
+        `grace_s` is waited beyond the deadline for a service that ends its own wait in time and has something to say.
+        """
         method = self._channel.unary_unary(_SERVICE + name, bytes, bytes)
 
         async def call(left_s: float) -> M:
             message = request(left_s) if callable(request) else request
             return response.FromString(
-                await method(message.SerializeToString(), timeout=left_s, metadata=self._metadata)
+                await method(message.SerializeToString(), timeout=left_s + grace_s, metadata=self._metadata)
             )
 
         return await self.retry(name, call, timeout_s)

@@ -313,9 +313,10 @@ class RedisStore:
 
     async def close(self) -> None:
         """Disconnect."""
-        if self._listener is not None:
+        while self._listener is not None and not self._listener.done():
+            # more than once: while it connects, redis-py takes a cancellation for a timeout
             self._listener.cancel()
-            await asyncio.gather(self._listener, return_exceptions=True)
+            await asyncio.wait([self._listener], timeout=0.1)
         await self._client.aclose()
 
 

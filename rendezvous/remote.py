@@ -47,7 +47,7 @@ from reshard.rendezvous.types import (
 
 __all__ = ["RemoteBackend"]
 
-_GRACE_S = 0.5  # the service's own deadline lies this much before the call's, so that it can say what it saw
+_GRACE_S = 0.5  # how long to wait beyond a deadline for a service that ended its wait in time, to hear what it saw
 _KEPT = 4  # topologies and sets of bases that a client offers as known
 
 
@@ -213,7 +213,7 @@ class RemoteBackend:
             nonlocal seen
             request = self._wish_to_message(wish, left_s)
             grant: pb.Grant | None = None
-            async for event in self._link.stream("AwaitVersion", request, pb.AwaitVersionResponse, left_s):
+            async for event in self._link.stream("AwaitVersion", request, pb.AwaitVersionResponse, left_s + _GRACE_S):
                 if event.HasField("grant"):
                     grant = event.grant
                 else:
@@ -370,7 +370,7 @@ class RemoteBackend:
         def request(left_s: float) -> pb.WaitLeasesRequest:
             return pb.WaitLeasesRequest(uid=messages.id_to_bytes(uid), timeout_ms=messages.s_to_ms(_inner(left_s)))
 
-        await self._link.unary("WaitLeases", request, pb.WaitLeasesResponse, timeout_s)
+        await self._link.unary("WaitLeases", request, pb.WaitLeasesResponse, timeout_s, grace_s=_GRACE_S)
 
     async def retire(self, uid: str, timeout_s: float) -> bool:
         """Let a version go."""
@@ -395,7 +395,7 @@ class RemoteBackend:
                 timeout_ms=messages.s_to_ms(_inner(left_s)),
             )
 
-        response = await self._link.unary("Vote", request, pb.VoteResponse, timeout_s)
+        response = await self._link.unary("Vote", request, pb.VoteResponse, timeout_s, grace_s=_GRACE_S)
         return messages.facts_from_message(response.facts)
 
     async def installed(
@@ -413,7 +413,7 @@ class RemoteBackend:
                 timeout_ms=messages.s_to_ms(_inner(left_s)),
             )
 
-        response = await self._link.unary("Installed", request, pb.InstalledResponse, timeout_s)
+        response = await self._link.unary("Installed", request, pb.InstalledResponse, timeout_s, grace_s=_GRACE_S)
         return messages.facts_from_message(response.facts)
 
     async def ask(self, txn_id: str, wait_s: float, timeout_s: float) -> Facts:
@@ -472,4 +472,4 @@ class RemoteBackend:
 
 def _inner(timeout_s: float) -> float:
     """The time that the service may wait, so that its answer arrives before the call's deadline."""
-    return max(timeout_s - _GRACE_S, 0.8 * timeout_s)
+    return max(timeout_s - 0.2, 0.8 * timeout_s)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from reshard.rendezvous import limits
 from reshard.rendezvous.errors import (
     EqualityError,
     InvalidRequestError,
@@ -125,6 +126,8 @@ def open_epoch(view: View, model_name: str, run_id: str) -> int:
                     f"run {run_id!r} has epoch {run.epoch} of {model_name!r}, which epoch {model.epoch} replaced"
                 )
             return run.epoch
+    if model.epoch >= limits.MAX_STEP:
+        raise VersionError(f"epoch {model.epoch} of {model_name!r} is the last one; choose another model name")
     model = _new_epoch(view, model, model.epoch + 1)
     view.put(model_key(model_name), replace(model, runs=(*model.runs[1 - _MAX_RUNS :], Run(run_id, model.epoch))))
     return model.epoch
@@ -135,6 +138,8 @@ def open_version(view: View, key: VersionKey, slots: Sequence[str], layout_epoch
     model = _model(view, key.model)
     if key.epoch < model.epoch:
         raise VersionError(f"{key}: epoch {key.epoch} was replaced by epoch {model.epoch}")
+    if key.epoch > model.epoch + limits.MAX_EPOCH_JUMP:
+        raise VersionError(f"{key}: epoch {key.epoch} is far beyond epoch {model.epoch}; get one from open_epoch")
     if key.epoch > model.epoch:
         model = _new_epoch(view, model, key.epoch)
     if key.step < model.step:

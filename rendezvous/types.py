@@ -39,7 +39,6 @@ __all__ = [
     "WorkerStatus",
 ]
 
-_STEP_MAX = 2**62
 _Number = TypeVar("_Number", np.uint64, np.int64)
 _NO_BASES: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
 _NO_SIZES: npt.NDArray[np.int64] = np.empty(0, np.int64)
@@ -97,8 +96,8 @@ class VersionKey:
 
     def __post_init__(self) -> None:
         limits.check_name("version.model", self.model)
-        limits.check_int("version.epoch", self.epoch, at_least=0, at_most=_STEP_MAX)
-        limits.check_int("version.step", self.step, at_least=0, at_most=_STEP_MAX)
+        limits.check_int("version.epoch", self.epoch, at_least=0, at_most=limits.MAX_STEP)
+        limits.check_int("version.step", self.step, at_least=0, at_most=limits.MAX_STEP)
 
     def __str__(self) -> str:
         return f"{self.model}@{self.epoch}.{self.step}"

@@ -153,10 +153,10 @@ def test_r3_one_no_vote_aborts_all(rdv: Rendezvous) -> None:
 
 
 def test_r4_a_silent_worker_is_lost_at_query_time(rdv: Rendezvous) -> None:
-    lively, silent = trainer(rdv, "t0"), trainer(rdv, "t1", ttl_s=0.6)
+    lively, silent = trainer(rdv, "t0"), trainer(rdv, "t1", ttl_s=2.0)
     publish(rdv, 1, {"t0": lively, "t1": silent})
     stop_heartbeat(silent)
-    time.sleep(0.8)
+    time.sleep(2.2)
     assert silent.lost
     with pytest.raises(RendezvousTimeoutError, match=r"lost 't1': no heartbeat for \d\.\d s") as caught:
         wait(rdv, "r0", receiver(rdv, "r0"), timeout_s=0.2)
@@ -170,7 +170,7 @@ def test_r4_a_silent_worker_is_lost_at_query_time(rdv: Rendezvous) -> None:
 def test_a_waiter_is_told_as_soon_as_a_worker_is_lost(rdv: Rendezvous) -> None:
     """The last vote is missing because its member died: its TTL, not the vote's deadline, decides."""
     publish(rdv, 1, {"t0": trainer(rdv, "t0")})
-    good, bad = receiver(rdv, "r0"), receiver(rdv, "r1", ttl_s=0.6)
+    good, bad = receiver(rdv, "r0"), receiver(rdv, "r1", ttl_s=2.0)
     txn = wait(rdv, "r0", good).transaction
     wait(rdv, "r1", bad)
     stop_heartbeat(bad)
@@ -178,11 +178,11 @@ def test_a_waiter_is_told_as_soon_as_a_worker_is_lost(rdv: Rendezvous) -> None:
     facts = rdv.vote(txn, "r0", True, names_consumed=["w"], wire_bytes=1, timeout_s=20.0)
     assert facts.decision is Decision.ABORT
     assert "'r1' is lost: no heartbeat" in facts.reason
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 15.0
 
 
 def test_r5_an_old_heartbeat_never_marks_a_new_record(rdv: Rendezvous) -> None:
-    first = trainer(rdv, "t0", ttl_s=0.6)
+    first = trainer(rdv, "t0", ttl_s=2.0)
     publish(rdv, 1, {"t0": first})
     second = trainer(rdv, "t0")
     assert second.id != first.id

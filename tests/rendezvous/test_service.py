@@ -195,9 +195,12 @@ def test_metrics_and_access_log(caplog: pytest.LogCaptureFixture) -> None:
         client.open_epoch(MODEL, "run")
         with pytest.raises(InvalidRequestError):
             client._thread.call(client._client.backend.open_epoch("", "run", 5.0))
-        with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=10) as response:
-            text = response.read().decode()
-    calls = 'reshard_rendezvous_calls_total{code="%s",method="OpenEpoch"} 1.0'
+        # a call is counted right after its answer was sent
+        calls = 'reshard_rendezvous_calls_total{code="%s",method="OpenEpoch"} 1.0'
+        text, deadline = "", time.monotonic() + 10.0
+        while calls % "INVALID_ARGUMENT" not in text and time.monotonic() < deadline:
+            with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=10) as response:
+                text = response.read().decode()
     assert calls % "OK" in text
     assert calls % "INVALID_ARGUMENT" in text
     assert 'reshard_rendezvous_call_seconds_count{method="OpenEpoch"} 2.0' in text
