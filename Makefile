@@ -68,6 +68,19 @@ $(VENV)-bench/.ready: pyproject.toml
 bench-planner: $(VENV)-bench/.ready ## the planner beside its ancestor, into benchmarks/RESULTS.md (an hour; BENCH_ARGS="--ancestor-reps 1" for less)
 	$(VENV)-bench/bin/python -m benchmarks.planner $(BENCH_ARGS)
 
+.PHONY: faults
+faults: $(VENV)/.test ## each step of a refit x everything that can go wrong, over real processes, in both install modes
+	$(BIN)/python -m tests.faults.matrix
+	$(BIN)/python -m tests.faults.matrix --install stream
+
+.PHONY: soak
+soak: $(VENV)/.test ## 2,000 refits of the demo model: no growth of memory, handles or registrations
+	$(BIN)/python -m benchmarks.soak $(BENCH_ARGS)
+
+.PHONY: bench-refit
+bench-refit: $(VENV)/.test ## read, verify and vote beside the bare transport, and broadcast + slice
+	$(BIN)/python -m benchmarks.refit --results benchmarks/RESULTS.md $(BENCH_ARGS)
+
 .PHONY: bench-transports
 bench-transports: $(VENV)/.test ## transports beside bare NIXL calls, numpy.copyto and process_vm_readv
 	$(BIN)/python -m benchmarks.transports $(BENCH_ARGS)
