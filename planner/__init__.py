@@ -22,6 +22,8 @@ _HOME = {
     "dtypes": ("DType", "dtype"),
     "dictionaries": ("TensorDict",),
     "geometries": ("GeometryDict",),
+    "scales": ("BlockScale",),
+    "diff": ("PlanDiff", "TableDiff", "diff_plans", "diff_tables", "replan"),
     "shards": ("Holder", "Shard", "ShardPart"),
     "tables": ("ShardTable",),
     "reads": ("Buffer", "ReadRequest", "ReadTable"),
@@ -50,6 +52,11 @@ if TYPE_CHECKING:
     from reshard.planner.coverage import Coverage as Coverage
     from reshard.planner.coverage import engine_coverage as engine_coverage
     from reshard.planner.dictionaries import TensorDict as TensorDict
+    from reshard.planner.diff import PlanDiff as PlanDiff
+    from reshard.planner.diff import TableDiff as TableDiff
+    from reshard.planner.diff import diff_plans as diff_plans
+    from reshard.planner.diff import diff_tables as diff_tables
+    from reshard.planner.diff import replan as replan
     from reshard.planner.dtypes import DType as DType
     from reshard.planner.dtypes import dtype as dtype
     from reshard.planner.errors import ConflictError as ConflictError
@@ -74,6 +81,7 @@ if TYPE_CHECKING:
     from reshard.planner.rows import Fills as Fills
     from reshard.planner.rows import LocalCopies as LocalCopies
     from reshard.planner.rows import WireRows as WireRows
+    from reshard.planner.scales import BlockScale as BlockScale
     from reshard.planner.shards import Holder as Holder
     from reshard.planner.shards import Shard as Shard
     from reshard.planner.shards import ShardPart as ShardPart

@@ -9,7 +9,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -80,6 +80,10 @@ class Segment:
     def __len__(self) -> int:
         return len(self.tensor)
 
+    def moved(self, part: int, item: Int64) -> Segment:
+        """The same columns under another part number and other item numbers."""
+        return Segment(part, item, self.n_members, self.tensor, self.row, self.src_offset, self.region, self.key)
+
 
 def list_items(pieces: Pieces, layout: Layout, mode: Int64, fetches: Fetches, boxes: SourceBoxes) -> Items:
     """Exact pieces and fetches, together, by source box."""
@@ -129,7 +133,7 @@ def assemble(
         rows = classes.parts[p]
         old = known.get(p) if known is not None else None
         if old is not None and old[0] is rows.part and old[1].key == key:
-            out.append(replace(old[1], part=p, item=item[a:b]))
+            out.append(old[1].moved(p, item[a:b]))
             continue
         members = columns[a:b, :2].tobytes()
         tensor = shared.get(members)

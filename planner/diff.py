@@ -18,6 +18,7 @@ from reshard.planner.needs import needed_numbers, needed_rows
 from reshard.planner.planning import assemble_plan, plan, template_dims
 from reshard.planner.plans import Plan
 from reshard.planner.rows import WireRows
+from reshard.planner.scales import check_block_scales
 from reshard.planner.shards import ShardPart
 from reshard.planner.tables import ShardTable
 
@@ -143,6 +144,8 @@ def replan(made: Plan, changed: Iterable[ShardPart] = (), removed: Iterable[str]
     if sources.tensors is not old.tensors or n_dims != len(old_classes.shards.start):
         # another union dictionary means other tensor numbers: nothing of the old plan can be kept
         return plan(sources, made.reads, made.options)
+    if made.options.block_scales:
+        check_block_scales(sources, made.reads, made.options.block_scales)
     number = needed_numbers(old_classes.tensor, len(sources.tensors))
     kept = np.full(len(old.parts), -1, np.int64)
     parts = []

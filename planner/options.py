@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from reshard.planner.dtypes import dtype
 from reshard.planner.errors import PlanError
+
+if TYPE_CHECKING:
+    from reshard.planner.scales import BlockScale
 
 Policy = Literal["spread", "first", "nearest"]
 
@@ -69,6 +72,8 @@ class PlanOptions:
         Casts between integers and floats (or of integers) that are allowed by name.
     aliases : mapping of str to str
         Requested name to published name, for content published under another name (tied weights).
+    block_scales : mapping of str to BlockScale
+        Tensors quantised by blocks, and where their scales are: cuts off the block grid are refused.
     """
 
     instance: int = 0
@@ -84,6 +89,7 @@ class PlanOptions:
     trust_equal_boxes: bool = False
     allow_casts: frozenset[tuple[str, str]] = frozenset()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    block_scales: Mapping[str, BlockScale] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.policy not in ("spread", "first", "nearest"):

@@ -5,7 +5,7 @@
 3. On templates: deduplicate and cut source boxes, join, prove coverage, shape the wire (`sources`, `join`,
    `shape`).
 4. Choose replicas, broadcast to members, place staging in waves (`replicas`, `assemble`, `waves`).
-5. Certificate, economics, assumptions (`certificate`).
+5. Certificate and economics (`certificate`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from reshard.planner.assemble import Segment, assemble, list_items
-from reshard.planner.certificate import list_assumptions, price, write_certificate
+from reshard.planner.certificate import price, write_certificate
 from reshard.planner.classes import Classes, build_classes
 from reshard.planner.classify import Int64, classify
 from reshard.planner.convert import can_cast
@@ -29,6 +29,7 @@ from reshard.planner.reads import KIND_CONSTANT, ReadTable
 from reshard.planner.replicas import choose_replicas
 from reshard.planner.requests import Materialised, Requests, order_requests, resolve_tensors, stage_materialised
 from reshard.planner.rows import Fills
+from reshard.planner.scales import check_block_scales
 from reshard.planner.shape import (
     ALIGN,
     MODE_EXACT,
@@ -77,7 +78,7 @@ def plan(sources: ShardTable, reads: ReadTable, options: PlanOptions | None = No
     OverlapError
         Shards, or unordered writes, that overlap.
     DTypeError
-        A refused cast, or a cut inside a byte.
+        A refused cast, a cut inside a byte, or a cut off a grid of block scales.
 
     Examples
     --------
@@ -92,6 +93,8 @@ def plan(sources: ShardTable, reads: ReadTable, options: PlanOptions | None = No
     (16, 2, ['rank0', 'rank1'])
     """
     options = PlanOptions() if options is None else options
+    if options.block_scales:
+        check_block_scales(sources, reads, options.block_scales)
     union_id, aliases = resolve_tensors(sources, reads, options.aliases)
     buffers, materialised = stage_materialised(sources, reads, union_id, options.staging_bytes)
     writes = settle_writes(reads)
@@ -129,7 +132,6 @@ def assemble_plan(
         waves,
         write_certificate(sources, reads, requests, buffers, demand.fills, classes.tensor),
         price(templates, segments),
-        list_assumptions(sources, templates, demand.aliases),
     )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from reshard.planner.assemble import Items, Segment, assemble
 from reshard.planner.blocks import Blocks
-from reshard.planner.certificate import Assumption, Certificate, Economics
+from reshard.planner.certificate import Assumption, Certificate, Economics, list_assumptions
 from reshard.planner.classes import Classes
 from reshard.planner.classify import Int64, UInt64, ragged_arange
 from reshard.planner.dictionaries import TensorDict
@@ -116,8 +116,6 @@ class Plan:
     waves : Waves
     certificate : Certificate
     economics : Economics
-    assumptions : tuple of Assumption
-        Equalities that the plan rests on, to be checked for each version.
     """
 
     sources: ShardTable
@@ -128,7 +126,6 @@ class Plan:
     waves: Waves
     certificate: Certificate
     economics: Economics
-    assumptions: tuple[Assumption, ...]
 
     @property
     def reads(self) -> ReadTable:
@@ -159,6 +156,11 @@ class Plan:
     def materialised(self) -> tuple[Materialised, ...]:
         """Boxes for the engine's own loader."""
         return self.demand.materialised
+
+    @cached_property
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """Equalities that the plan rests on, to be checked for each version."""
+        return list_assumptions(self.sources, self.templates, self.demand.aliases)
 
     @cached_property
     def holders(self) -> tuple[Holder, ...]:
@@ -262,6 +264,7 @@ class Plan:
             o.trust_equal_boxes,
             sorted(o.allow_casts),
             sorted(o.aliases.items()),
+            sorted((name, scale.scale, scale.block) for name, scale in o.block_scales.items()),
         )
         hasher.update(repr(settings).encode())
         return hasher.digest()
