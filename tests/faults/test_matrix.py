@@ -1,0 +1,45 @@
+"""A few combinations of the fault matrix in every test run; all of them by ``make faults``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("grpc", reason="the rendezvous service needs grpcio")
+
+from tests.faults.matrix import FAULTS, STEPS, Combination, combinations, run
+
+EVERY_RUN = [
+    Combination("read", "trainer killed"),
+    Combination("vote", "receiver killed"),
+    Combination("vote", "server killed"),
+    Combination("read", "network stall"),
+    Combination("connect", "wrong bytes"),
+    Combination("read", "late digest"),
+    Combination("verify", "slow rank"),
+    Combination("allocate", "out of staging memory"),
+    Combination("install", "SIGTERM"),
+    Combination("vote", "trainer killed", "stream"),
+]
+
+
+def test_the_matrix_has_at_least_sixty_combinations_and_reasons_for_the_rest() -> None:
+    for install in ("shadow", "stream"):
+        every = list(combinations(install))
+        assert len(every) == len(STEPS) * len(FAULTS)
+        assert sum(not c.skipped for c in every) >= 60
+
+
+@pytest.mark.timeout(120)
+def test_some_combinations(tmp_path: Path) -> None:
+    problems = {str(o.combination): o.problems for o in run(EVERY_RUN, tmp_path) if o.problems}
+    assert problems == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("install", ["shadow", "stream"])
+def test_every_combination(install: str, tmp_path: Path) -> None:
+    problems = {str(o.combination): o.problems for o in run(list(combinations(install)), tmp_path) if o.problems}
+    assert problems == {}
