@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from reshard.planner.dictionaries import MAX_NDIM as MAX_RANK
+from reshard.planner.geometries import MAX_NDIM as MAX_RANK
 from reshard.rendezvous.errors import InvalidRequestError
 
 __all__ = [
