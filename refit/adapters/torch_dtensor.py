@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from reshard.planner.errors import TableError, require
 from reshard.refit.adapters.placements import HeldBox, Split, held_boxes, held_runs
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
+WRAPPERS: Final = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))
+"""Parts of names that `torch.compile` and activation checkpointing put in."""
+
 __all__ = ["local_tensors", "named_tensors", "replica_claim", "tied_names"]
 
 
@@ -31,12 +34,18 @@ def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return a module's parameters and persistent buffers by name, each piece of memory once.
 
     FSDP2 parts that are unsharded at the moment (after a forward pass, say) are resharded first, since their parameters
-    would otherwise be the gathered copies. A tied parameter is listed under its first name (see `tied_names`).
+    would otherwise be the gathered copies. A tied parameter is listed under its first name (see `tied_names`). What
+    wrappers put into names (`torch.compile`, activation checkpointing, DDP) is left out.
 
     Parameters
     ----------
     module
         Any module; its parameters may be DTensors.
+
+    Raises
+    ------
+    TableError
+        If two tensors have one name once the wrappers' parts are left out.
     """
     require("torch", extra="torch")
     from torch.distributed.fsdp import FSDPModule
@@ -45,16 +54,39 @@ def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         if isinstance(part, FSDPModule):
             part.reshard()
     persistent = set(module.state_dict(keep_vars=True))
-    named: dict[str, torch.Tensor] = dict(module.named_parameters())
-    named.update((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
+    listed: list[tuple[str, torch.Tensor]] = list(module.named_parameters())
+    listed += [(name, buffer) for name, buffer in module.named_buffers() if name in persistent]
+    prefix = _wrapper_prefix(module)
+    named: dict[str, torch.Tensor] = {}
+    for wrapped_name, tensor in listed:
+        name = _without_wrappers(wrapped_name, prefix)
+        if name in named:
+            raise TableError(f"tensor {name!r}: two tensors of the module have this name", tensor=name)
+        named[name] = tensor
     return named
 
 
 def tied_names(module: torch.nn.Module) -> dict[str, str]:
     """Return the names of tied parameters that `named_tensors` leaves out, with the names they are listed under."""
+    prefix = _wrapper_prefix(module)
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     everything = module.named_parameters(remove_duplicate=False)
-    return {name: first[id(parameter)] for name, parameter in everything if first[id(parameter)] != name}
+    return {
+        _without_wrappers(name, prefix): _without_wrappers(first[id(parameter)], prefix)
+        for name, parameter in everything
+        if first[id(parameter)] != name
+    }
+
+
+def _wrapper_prefix(module: torch.nn.Module) -> str:
+    """Return what `DistributedDataParallel` puts before every name."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return "module." if isinstance(module, DistributedDataParallel) else ""
+
+
+def _without_wrappers(name: str, prefix: str) -> str:
+    return ".".join(part for part in name.removeprefix(prefix).split(".") if part not in WRAPPERS)
 
 
 def local_tensors(

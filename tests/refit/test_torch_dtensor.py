@@ -91,6 +91,26 @@ def chunk(array: np.ndarray, n: int) -> list[np.ndarray]:
     return [array[i * step : (i + 1) * step] for i in range(n)]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_wrappers_leave_names_as_they_are() -> None:
+    torch = pytest.importorskip("torch", reason="the DTensor adapter needs torch")
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    from reshard.refit.adapters.torch_dtensor import named_tensors
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+
+    model = Model()
+    plain = {name: tensor.data_ptr() for name, tensor in named_tensors(model).items()}
+    model.layers[0] = torch.compile(checkpoint_wrapper(model.layers[0]))
+    assert any("_orig_mod._checkpoint_wrapped_module" in name for name, _ in model.named_parameters())
+    assert {name: tensor.data_ptr() for name, tensor in named_tensors(model).items()} == plain
+    assert {name: tensor.data_ptr() for name, tensor in named_tensors(torch.compile(model)).items()} == plain
+
+
 def run_on_gloo(folder: Path, world: int, mesh_shapes: list[list[int]], timeout_s: float) -> list[int]:
     pytest.importorskip("torch", reason="the DTensor adapter needs torch")
     environment = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
