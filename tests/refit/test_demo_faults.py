@@ -105,6 +105,7 @@ def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
     assert orphaned_segments(before) == set()
 
 
+@pytest.mark.slow
 def test_refits_move_every_row(supervisor: Supervisor, transport: str) -> None:
     cluster = Cluster(supervisor, transport, WHOLE)  # type: ignore[arg-type]
     assert cluster.steps() == both({-1})

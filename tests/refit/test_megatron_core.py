@@ -57,7 +57,9 @@ def run(
     return dict(full), {name: set(count.unique().tolist()) for name, count in counts.items()}, logits
 
 
-@pytest.mark.parametrize("tensors", [1, 2, 4])
+@pytest.mark.parametrize(
+    "tensors", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 4]
+)
 def test_published_tensors_make_the_model_that_megatron_runs(tmp_path: Path, tensors: int) -> None:
     """A Llama of them has the logits of Megatron's GPT: also with fewer KV heads (2) than ranks (4)."""
     import torch
@@ -87,6 +89,7 @@ def test_published_tensors_make_the_model_that_megatron_runs(tmp_path: Path, ten
     torch.testing.assert_close(got, logits[..., :VOCABULARY], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tensors", "stages", "experts"), [(2, 2, 1), (1, 4, 1), (1, 1, 2)])
 def test_stages_and_experts_have_global_numbers(tmp_path: Path, tensors: int, stages: int, experts: int) -> None:
     from tests.refit.megatron_workers import LAYERS, MOE
