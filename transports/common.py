@@ -302,7 +302,7 @@ class CommonTransport(Holding):
             if self._poisoned or not stopped or self._n_native:
                 _IMMORTAL.append((self, self._ledger.all_entries(), list(self._poisoned)))
                 return
-            for entry in self._ledger.all_entries():
+            for entry in self._ledger.take_all():
                 self._deregister(entry.region, entry.native)
             self._shut_down()
 

@@ -192,7 +192,7 @@ def _native(name: str, host: HostReport) -> tuple[str, tuple[str, ...], tuple[st
         return "", (), ()
     warnings = list(_host_warnings(host))
     if name == "nixl":
-        from reshard.transports.nixl_library import installed
+        from reshard.transports.nixl.library import installed
 
         package = installed()
         version = f"{package} {importlib.metadata.version(package.replace('_', '-'))}"

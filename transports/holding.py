@@ -96,7 +96,8 @@ class Holding(Hooks):
                 with self._lock:
                     if peer.closed:  # by another thread, while there was nothing yet to disconnect
                         native, peer.native = peer.native, None
-                        self._hang_up(native)
+                        if native is not None:
+                            self._hang_up(native)
                         raise PeerError(f"peer {peer.name!r} was closed while it was connected", peer=peer.name)
         except BaseException:
             with self._lock:

@@ -100,6 +100,12 @@ class Ledger:
         """Return every entry that is natively registered, also those only held by a list."""
         return list(self._entries.values())
 
+    def take_all(self) -> list[Entry]:
+        """Forget every entry, and return them to be deregistered; what is released after that is gone already."""
+        entries, self._entries = self.all_entries(), {}
+        self._invalidate()
+        return entries
+
     def hold(self, entries: Iterable[Entry]) -> None:
         """Count a use of each entry."""
         for entry in entries:

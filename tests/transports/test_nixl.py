@@ -26,8 +26,8 @@ from reshard.transports import (
     open_transport,
     read,
 )
-from reshard.transports import nixl_library as library
 from reshard.transports.identity import ProcessIdentity
+from reshard.transports.nixl import library
 from reshard.transports.peer_process import PeerProcess, pattern
 from reshard.transports.registry import probe
 from reshard.transports.testing import Reader, TransportContract, raises, rows
@@ -39,6 +39,9 @@ MIB = 1 << 20
 
 class TestNixl(TransportContract):
     backend = "nixl"
+
+    test_a_list_of_a_million = pytest.mark.slow(TransportContract.test_a_list_of_a_million)
+    test_owner_closes_while_it_is_read = pytest.mark.slow(TransportContract.test_owner_closes_while_it_is_read)
 
     def test_the_serving_agent_outlives_the_reading_one(self) -> None:
         """A process that reads and serves rebuilds its reading agent; those that read from it do not notice."""
@@ -90,7 +93,7 @@ class TestNixl(TransportContract):
         with self.start() as process:
             other = decode_endpoint(process.serve(4096)[0])
             forged = encode_endpoint(Endpoint("nixl", other.incarnation, 0, true.regions, true.payload))
-            transport = self.open()
+            transport = open_transport("nixl", map_beacon=False)
             try:
                 with raises(PeerError) as caught:
                     transport.connect(forged, timeout_s=5.0)
@@ -100,6 +103,7 @@ class TestNixl(TransportContract):
                 transport.close()
 
 
+@pytest.mark.slow
 class TestNixlByListener(TransportContract):
     """Metadata from the listener thread, not a blob; beacons by native reads, as from another host.
 

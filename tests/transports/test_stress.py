@@ -60,9 +60,9 @@ class Piece:
     def post(self) -> bool:
         book = self.transport
         book.check(not self.closed, "a closed piece was posted")
-        if not self.link.open or self.link.agent != book.agent:
-            raise PeerError("the connection is closed")
         with book.book:
+            if not self.link.open or self.link.agent != book.agent:
+                raise PeerError("the connection is closed")
             book.check(self not in book.live, "a piece was posted twice at once")
             start, stop = self.range
             for other in book.live:
@@ -74,8 +74,10 @@ class Piece:
 
     def poll(self) -> bool:
         book = self.transport
-        if not self.link.open or self.link.agent != book.agent:
-            raise PeerError("the connection was closed")
+        with book.book:
+            if not self.link.open or self.link.agent != book.agent:
+                book.check(self not in book.live, "a connection was closed under a piece that may still write")
+                raise PeerError("the connection was closed")
         match next(self.plan, "stuck"):
             case "done":
                 book.note(book.live.discard, self)
@@ -119,7 +121,7 @@ class ChaosTransport(CommonTransport):
         self.capabilities = replace(type(self).capabilities, abort_scope=scope)  # type: ignore[misc, arg-type]
 
     def check(self, holds: bool, what: str) -> None:
-        if not holds:
+        if not holds and what not in self.wrong:
             self.wrong.append(what)
 
     def note(self, change: Callable[[Piece], None], piece: Piece) -> None:

@@ -33,6 +33,7 @@ def install(folder: Path, entry_points: str) -> None:
     (info / "entry_points.txt").write_text(f"[reshard.transports]\n{entry_points}\n")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not vm_read_works(), reason="process_vm_readv is not allowed in this sandbox")
 class TestVm(TransportContract):
     backend = "vm"

@@ -17,19 +17,14 @@ import socket
 import struct
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from logging import getLogger
 from typing import ClassVar, Literal
 
-import numpy as np
-
-from reshard.transports import nixl_library
 from reshard.transports.base import Allocation, Capabilities
-from reshard.transports.beacon import BEACON_BYTES, Beacon, beacon_image, check_beacon
+from reshard.transports.beacon import BEACON_BYTES, Beacon
 from reshard.transports.common import CommonTransport
 from reshard.transports.devicemem import allocate_device
 from reshard.transports.driver import backoff
-from reshard.transports.endpoint import Endpoint
 from reshard.transports.errors import (
     PeerError,
     TransferError,
@@ -39,7 +34,9 @@ from reshard.transports.errors import (
 from reshard.transports.hostmem import allocate_host
 from reshard.transports.identity import ProcessIdentity
 from reshard.transports.lists import ConnectedPeer, Work
-from reshard.transports.nixl_agent import Agent, AgentSettings, NativeList, NixlSlice
+from reshard.transports.nixl import library
+from reshard.transports.nixl.agent import Agent, AgentSettings
+from reshard.transports.nixl.requests import BeaconGate, Link, NativeList, NixlSlice
 from reshard.transports.regions import MemoryKind, Region
 from reshard.transports.shared import SharedPages
 from reshard.transports.transfer import Call, Slice
@@ -49,16 +46,6 @@ logger = getLogger(__name__)
 
 # after the process: beacon address and descriptor, listener port (0: a blob follows; else the listener's host does)
 _PAYLOAD = struct.Struct("<QiH")
-
-
-@dataclass(slots=True)
-class _Link:
-    """A connection of one reading agent to one serving agent."""
-
-    agent: Agent
-    remote: str
-    beacon: int
-    watch: PeerWatch | None
 
 
 class NixlTransport(CommonTransport):
@@ -118,7 +105,7 @@ class NixlTransport(CommonTransport):
     ) -> None:
         if metadata not in ("blob", "listener"):
             raise ValueError(f"metadata: got {metadata!r}, expected 'blob' or 'listener'")
-        nixl_library.load()
+        library.load()
         super().__init__(workers=workers)
         self._backend = backend
         self._options = dict(options or {})
@@ -134,7 +121,7 @@ class NixlTransport(CommonTransport):
     def probe() -> str:
         """Return why it cannot work here, or an empty string."""
         try:
-            nixl_library.load()
+            library.load()
         except TransportError as error:
             return str(error)
         return ""
@@ -241,17 +228,17 @@ class NixlTransport(CommonTransport):
         place: tuple[int, int],
         watch: PeerWatch | None,
         deadline: float,
-    ) -> _Link:
+    ) -> Link:
         beacon, port = place
         agent = self._read()
-        link = _Link(agent, self._agent_name(peer.endpoint.incarnation), beacon, watch)
+        link = Link(agent, self._agent_name(peer.endpoint.incarnation), beacon, watch)
         if port:
-            self._fetch(link, payload[_PAYLOAD.size :], port, peer.name, deadline)
+            agent.fetch(link.remote, payload[_PAYLOAD.size :], port, peer.name, deadline)
         else:
             agent.link(link.remote, payload[_PAYLOAD.size :], peer.name)
-        gate: _BeaconGate | None = None
+        gate: BeaconGate | None = None
         try:
-            gate = _BeaconGate(link, peer)
+            gate = BeaconGate(link, peer)
             done = gate.post()
             for pause in backoff():
                 if done or gate.poll():
@@ -275,32 +262,8 @@ class NixlTransport(CommonTransport):
                 gate.close()
         return link
 
-    def _fetch(self, link: _Link, host: bytes, port: int, peer: str, deadline: float) -> None:
-        """Get the metadata from the peer's listener; a dead one never raises, so the deadline is all there is."""
-        try:
-            address = socket.gethostbyname(host.decode("utf-8", "strict"))
-        except (OSError, UnicodeError) as error:
-            raise PeerError(f"peer {peer!r}: no address for its listener {host!r}: {error}", peer=peer) from error
-        agent = link.agent
-        with (
-            agent.lock,
-            nixl_library.mapped(f"fetching metadata of peer {peer!r} from {address}:{port}", peer, dialling=True),
-        ):
-            agent.native.fetch_remote_metadata(link.remote, address, port)
-        for pause in backoff():
-            with agent.lock, nixl_library.mapped(f"connecting to peer {peer!r}", peer, dialling=True):
-                if agent.native.check_remote_metadata(link.remote):
-                    agent.hold_link(link.remote)
-                    agent.native.make_connection(link.remote, [agent.backend])
-                    return
-            if time.monotonic() + pause >= deadline:
-                raise TransferTimeoutError(
-                    f"peer {peer!r}: no metadata from its listener at {address}:{port} within the deadline", peer=peer
-                )
-            time.sleep(pause)
-
     def _hang_up(self, native: object) -> None:
-        if isinstance(native, _Link):
+        if isinstance(native, Link):
             native.agent.unlink(native.remote)
             if native.watch is not None:
                 native.watch.close()
@@ -309,7 +272,7 @@ class NixlTransport(CommonTransport):
 
     def _gate(self, peer: ConnectedPeer) -> Slice:
         link = _link(peer)
-        return Call(link.watch.check) if link.watch is not None else _BeaconGate(link, peer)
+        return Call(link.watch.check) if link.watch is not None else BeaconGate(link, peer)
 
     def _build(self, peer: ConnectedPeer, work: Work) -> list[Slice]:
         link = _link(peer)
@@ -354,62 +317,8 @@ class NixlTransport(CommonTransport):
         self._reading = self._serving = None
 
 
-class _BeaconGate:
-    """Reads the peer's beacon into a slot of its own and compares it."""
-
-    moved = False
-    native_s = 0.0
-
-    def __init__(self, link: _Link, peer: ConnectedPeer) -> None:
-        self._agent = link.agent
-        self._endpoint: Endpoint = peer.endpoint
-        self._healthy = beacon_image(peer.endpoint)
-        self._peer = peer.name
-        self._slot, self._image = link.agent.take_slot()
-        row = np.array([[self._image.ctypes.data, BEACON_BYTES, 0]], np.uint64)
-        there = np.array([[link.beacon, BEACON_BYTES, 0]], np.uint64)
-        try:
-            lists = NativeList(link.agent, link.remote, (row, there), ("dram", "dram"), 1, peer.name)
-            try:
-                self._slice = NixlSlice(link.agent, lists, 0, 1, peer.name)
-            except BaseException:
-                lists.slice_closed()
-                raise
-        except BaseException:
-            link.agent.return_slot(self._slot)
-            raise
-
-    def post(self) -> bool:
-        self._image.fill(0)
-        try:
-            done = self._slice.post()
-        except TransferError as error:
-            raise PeerError(f"peer {self._peer!r} does not answer: {error}", peer=self._peer) from error
-        if done and self._image.tobytes().startswith(self._healthy):
-            return True
-        return done and self._passes()
-
-    def poll(self) -> bool:
-        try:
-            done = self._slice.poll()
-        except TransferError as error:
-            raise PeerError(f"peer {self._peer!r} does not answer: {error}", peer=self._peer) from error
-        return done and self._passes()
-
-    def _passes(self) -> bool:
-        if not self._image.tobytes().startswith(self._healthy):
-            check_beacon(self._image, self._endpoint, self._peer)
-        return True
-
-    def close(self) -> None:
-        flying = self._slice.flying
-        self._slice.close()
-        if not flying:
-            self._agent.return_slot(self._slot)
-
-
-def _link(peer: ConnectedPeer) -> _Link:
-    if not isinstance(peer.native, _Link):
+def _link(peer: ConnectedPeer) -> Link:
+    if not isinstance(peer.native, Link):
         raise PeerError(f"peer {peer.name!r} is not connected", peer=peer.name)
     return peer.native
 

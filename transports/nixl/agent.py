@@ -7,9 +7,10 @@ The reading agent runs without NIXL's progress thread (polling drives it); every
 
 from __future__ import annotations
 
-import contextlib
 import gc
+import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,16 +20,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from reshard.transports import nixl_library
 from reshard.transports.beacon import BEACON_BYTES
-from reshard.transports.errors import PeerError, TransferError, TransportError, TransportUnavailableError
+from reshard.transports.driver import backoff
+from reshard.transports.errors import (
+    PeerError,
+    TransferError,
+    TransferTimeoutError,
+    TransportError,
+    TransportUnavailableError,
+)
 from reshard.transports.hostmem import allocate_pages
-from reshard.transports.nixl_library import mapped, translate
-from reshard.transports.regions import U64, MemoryKind, Region
+from reshard.transports.nixl import library
+from reshard.transports.nixl.library import mapped
+from reshard.transports.regions import Region
 from reshard.transports.signals import signal_handlers_kept
 
 if TYPE_CHECKING:
-    from nixl_cu12 import nixl_agent, nixl_prepped_dlist_handle, nixl_xfer_handle
+    from nixl_cu12 import nixl_agent
 
 logger = getLogger(__name__)
 
@@ -76,7 +84,7 @@ class Agent:
     """
 
     def __init__(self, name: str, settings: AgentSettings) -> None:
-        nixl = nixl_library.load()
+        nixl = library.load()
         self.name = name
         self.backend = settings.backend
         self.telemetry = settings.telemetry
@@ -165,6 +173,33 @@ class Agent:
                 self.unlink(remote)
                 raise
 
+    def fetch(self, remote: str, host: bytes, port: int, peer: str, deadline: float) -> None:
+        """Do as `link` does, with metadata from the peer's listener.
+
+        A dead listener never makes NIXL raise: the deadline is all there is.
+        """
+        try:
+            address = socket.gethostbyname(host.decode("utf-8", "strict"))
+        except (OSError, UnicodeError) as error:
+            raise PeerError(f"peer {peer!r}: no address for its listener {host!r}: {error}", peer=peer) from error
+        with self.lock, mapped(f"asking {address}:{port} for metadata of peer {peer!r}", peer, dialling=True):
+            self.native.fetch_remote_metadata(remote, address, port)
+        for pause in backoff():
+            with self.lock, mapped(f"connecting to peer {peer!r}", peer, dialling=True):
+                if self.native.check_remote_metadata(remote):
+                    self.hold_link(remote)
+                    try:
+                        self.native.make_connection(remote, [self.backend])
+                    except BaseException:
+                        self.unlink(remote)
+                        raise
+                    return
+            if time.monotonic() + pause >= deadline:
+                raise TransferTimeoutError(
+                    f"peer {peer!r}: no metadata from its listener at {address}:{port} within the deadline", peer=peer
+                )
+            time.sleep(pause)
+
     def hold_link(self, remote: str) -> None:
         """Count a link to a remote agent whose metadata is loaded."""
         with self.lock:
@@ -228,136 +263,3 @@ class Agent:
                 raise TransferError(f"NIXL agent {self.name} is still referred to and cannot be destroyed")
             self._landing.clear()
             self._free_slots.clear()
-
-
-class NativeList:
-    """Both sides of a prepared list; closed with the last of its slices."""
-
-    __slots__ = ("_agent", "_local", "_open", "_remote")
-
-    def __init__(
-        self,
-        agent: Agent,
-        remote: str,
-        rows: tuple[U64, U64],
-        kinds: tuple[MemoryKind, MemoryKind],
-        n_slices: int,
-        peer: str,
-    ) -> None:
-        self._agent = agent
-        self._open = n_slices
-        with agent.lock, mapped(f"preparing {len(rows[0])} rows for peer {peer!r}", peer):
-            native, backends = agent.native, [agent.backend]
-            self._local: nixl_prepped_dlist_handle | None = native.prep_xfer_dlist(
-                "NIXL_INIT_AGENT", rows[0], kinds[0].upper(), backends
-            )
-            self._remote: nixl_prepped_dlist_handle | None = None
-            try:
-                self._remote = native.prep_xfer_dlist(remote, rows[1], kinds[1].upper(), backends)
-            except BaseException:
-                self._local.release()  # type: ignore[no-untyped-call]
-                raise
-
-    def request(self, start: int, stop: int, peer: str) -> nixl_xfer_handle:
-        """Return a transfer request of the runs ``[start, stop)``."""
-        if self._local is None or self._remote is None:
-            raise TransferError(f"the list for peer {peer!r} is closed", peer=peer)
-        index = np.arange(start, stop, dtype=np.int32)
-        with self._agent.lock, mapped(f"building a request of {stop - start} runs for peer {peer!r}", peer):
-            return self._agent.native.make_prepped_xfer(
-                "READ", self._local, index, self._remote, index, b"", [self._agent.backend]
-            )
-
-    def slice_closed(self) -> None:
-        """Count a closed slice; the last one frees the lists.  Never raises."""
-        self._open -= 1
-        if self._open > 0:
-            return
-        with self._agent.lock:
-            for handle in (self._local, self._remote):
-                if handle is not None:
-                    with contextlib.suppress(Exception):
-                        handle.release()  # type: ignore[no-untyped-call]
-            self._local = self._remote = None
-
-
-class NixlSlice:
-    """Some runs of a prepared list as one transfer request.
-
-    Parameters
-    ----------
-    agent : Agent
-    lists : NativeList
-    start, stop : int
-        Range of runs.
-    peer : str
-        For messages.
-
-    Attributes
-    ----------
-    flying : bool
-        Whether it was posted and has not been seen to end.
-    """
-
-    __slots__ = ("_agent", "_handle", "_lists", "_peer", "flying", "moved", "native_s")
-
-    def __init__(self, agent: Agent, lists: NativeList, start: int, stop: int, peer: str) -> None:
-        self._agent = agent
-        self._lists = lists
-        self._peer = peer
-        self.flying = False
-        self.moved = False
-        self.native_s = 0.0
-        self._handle: nixl_xfer_handle | None = lists.request(start, stop, peer)
-
-    def post(self) -> bool:
-        """See `Slice.post`."""
-        agent, handle = self._agent, self._handle
-        if handle is None:
-            raise TransferError(f"the list for peer {self._peer!r} is closed", peer=self._peer)
-        try:
-            with agent.lock:
-                self.flying = True
-                state = agent.native.transfer(handle)
-                if state == "DONE" and not agent.telemetry:
-                    self.flying = False
-                    return True
-                return self._is_done(state, handle)
-        except Exception as error:
-            handle = None  # the error keeps this frame, and a handle would keep the agent
-            raise translate(error, f"posting a read from peer {self._peer!r}", self._peer) from error
-
-    def poll(self) -> bool:
-        """See `Slice.poll`."""
-        agent, handle = self._agent, self._handle
-        if handle is None:
-            raise TransferError(f"the list for peer {self._peer!r} is closed", peer=self._peer)
-        try:
-            with agent.lock:
-                return self._is_done(agent.native.check_xfer_state(handle), handle)
-        except Exception as error:
-            handle = None  # as above
-            raise translate(error, f"reading from peer {self._peer!r}", self._peer) from error
-
-    def _is_done(self, state: str, handle: nixl_xfer_handle) -> bool:
-        if state == "DONE":
-            self.flying = False
-            if self._agent.telemetry:
-                self.native_s = self._agent.native.get_xfer_telemetry(handle).xferDuration / 1e6
-            return True
-        if state == "PROC":
-            return False
-        raise TransferError(f"reading from peer {self._peer!r}: NIXL says {state!r}", peer=self._peer)
-
-    def close(self) -> None:
-        """See `Slice.close`."""
-        handle, self._handle = self._handle, None
-        if handle is None:
-            return
-        with self._agent.lock:
-            try:
-                handle.release()  # type: ignore[no-untyped-call]
-            except Exception as error:  # noqa: BLE001 - an active request: only the end of its agent frees it
-                logger.debug("releasing a request for peer %r: %s", self._peer, error)
-                handle._released = True
-        self._lists.slice_closed()
