@@ -16,9 +16,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from reshard.planner.dictionaries import TensorDict
-from reshard.planner.geometries import GeometryDict
 from reshard.planner.dtypes import dtype
 from reshard.planner.errors import ConflictError, DTypeError, TableError
+from reshard.planner.geometries import GeometryDict
 from reshard.planner.shards import Holder, Shard, ShardPart
 from reshard.planner.tables import ShardTable
 

@@ -158,3 +158,29 @@ def test_a_scale_that_its_holder_did_not_publish_is_missing_not_a_neighbours() -
     world.copy("scale", np.s_[1:3], 0)
     with pytest.raises(CoverageError, match=r"'scale'.*\[2, 3\)"):
         world.plan()
+
+
+@given(st.sampled_from(LABELS), st.integers(1, 4), st.integers(1, 5), st.data())
+def test_packed_fills_lie_under_packed_copies(label: str, rows: int, pairs: int, data: st.DataObject) -> None:
+    """A constant is one byte of packed elements; a copy over a part of it leaves the rest."""
+    width = 2 * pairs
+    first = 2 * data.draw(st.integers(0, pairs - 1))
+    count = 2 * data.draw(st.integers(1, pairs - first // 2))
+    part = ShardPart.from_shards(Holder("a"), [Shard("w", label, (rows, width), (0, 0), (rows, width))], [rows * pairs])
+    fill = ReadRequest("", (), "", (0, 0), (1, 1), (rows, width), 0, 0, (width, 1), 0, "constant", b"\x7b")
+    copy = ReadRequest("w", (rows, width), label, (0, first), (1, 1), (rows, count), 0, first, (width, 1), 1)
+    reads = ReadTable.build([Buffer("p", (rows, width), label)], [fill, copy])
+    made = plan(ShardTable([part]), reads)
+    memory = np.arange(rows * pairs).astype(np.uint8)
+    (got,) = execute(made, {"a": [memory]}, [np.zeros(rows * pairs, np.uint8)])
+    want = np.full((rows, pairs), 0x7B, np.uint8)
+    want[:, first // 2 : (first + count) // 2] = memory.reshape(rows, pairs)[:, first // 2 : (first + count) // 2]
+    assert np.array_equal(got.reshape(rows, pairs), want)
+    assert made.certificate.written_bytes == rows * count // 2
+    assert made.certificate.filled_bytes == rows * (width - count) // 2
+
+
+def test_packed_fills_inside_a_byte_are_refused() -> None:
+    fill = ReadRequest("", (), "", (0, 0), (1, 1), (4, 3), 0, 0, (16, 1), 0, "constant", b"\x7b")
+    with pytest.raises(DTypeError, match="'p'"):
+        plan(ShardTable([]), ReadTable.build([Buffer("p", (4, 16), "int4")], [fill]))
