@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     import grpc
+    import grpc.aio
     from google.protobuf import message as protobuf
 
     from reshard.proto.v1 import rendezvous_pb2 as pb
