@@ -267,7 +267,7 @@ class CommonTransport(Holding):
                 prepared, peer = transfer.prepared, transfer.prepared.peer
                 prepared.busy = None
                 self._free_if_idle(prepared)
-                still = any(other.prepared.peer is peer for other in self._poisoned)
+                still = any(other.prepared.peer is peer for other in (*self._poisoned, *self._active))
                 if peer.closed and not still and peer.native is not None:
                     native, peer.native = peer.native, None
                     self._hang_up(native)

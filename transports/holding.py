@@ -127,6 +127,10 @@ class Holding(Hooks):
         for prepared in lists:
             self.close_list(prepared)
         with self._lock:
+            active = [transfer for transfer in self._active if transfer.prepared.peer is peer]
+        if active:  # of lists that other threads are closing
+            self._drain(active, time.monotonic() + GRACE_S)
+        with self._lock:
             if any(transfer.prepared.peer is peer for transfer in self._poisoned):
                 return  # `_clear` hangs up
             native, peer.native = peer.native, None
