@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from reshard.planner import Buffer, ReadRequest, ReadTable, ShardTable, plan
 from reshard.planner.dtypes import dtype as parse_dtype
 from reshard.planner.errors import CoverageError
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 MATERIALISED = "materialised:"
 """Prefix of the names of buffers that stage a source for the loader."""
 
-__all__ = ["MATERIALISED", "Gate", "Planned", "manifest_of", "plan_refit", "topology_digest"]
+__all__ = ["MATERIALISED", "Gate", "Planned", "manifest_of", "plan_refit", "topology_digest", "with_buffers"]
 
 _SAMPLE = 10
 
@@ -117,7 +119,12 @@ def plan_refit(
         If the gate is on and the coverage is under its floor.
     """
     staged = [n for n in captured.materialised if not only or any(fnmatchcase(n, p) for p in only)]
-    reads = captured.reads.only(list(only)) if only else captured.reads
+    reads = captured.reads
+    if only:
+        chosen = reads.only(list(only))
+        computed = np.isin(reads.buffers.names_list, captured.loader_buffers) & bool(staged)
+        used = np.flatnonzero(np.isin(np.arange(len(reads.buffers)), chosen.buffer_id) | computed)
+        reads = with_buffers(chosen, used.tolist())
     if staged:
         reads = ReadTable.concat([reads, _staged_reads(staged, sources, options)])
     try:
@@ -271,4 +278,25 @@ def with_holders(manifest: Manifest, parts: dict[bytes, ShardPart]) -> ShardTabl
 
     return ShardTable(
         parts[r.table_digest].with_holder(Holder(r.slot, r.host, r.memory, r.device)) for r in manifest.slots
+    )
+
+
+def with_buffers(reads: ReadTable, buffers: Sequence[int]) -> ReadTable:
+    """The same requests, over some of the buffers alone (all that they use must be among them)."""
+    ids = np.array(buffers, np.int64)
+    place = np.full(len(reads.buffers), -1, np.int64)
+    place[ids] = np.arange(len(ids))
+    return ReadTable(
+        reads.tensors,
+        reads.buffers.take(ids),
+        reads.tensor_id,
+        reads.start,
+        reads.step,
+        reads.count,
+        place[reads.buffer_id],
+        reads.dst_offset,
+        reads.dst_stride,
+        reads.order,
+        reads.kind,
+        reads.values,
     )

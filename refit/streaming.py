@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from reshard.planner import ReadTable, plan
+from reshard.planner import plan
 from reshard.refit.arena import Arena
 from reshard.refit.errors import StagingBudgetError
-from reshard.refit.planning import MATERIALISED, Planned
+from reshard.refit.planning import MATERIALISED, Planned, with_buffers
 from reshard.refit.reader import Reader
 from reshard.refit.verify import Checks, Mode, build_checks
 
@@ -126,7 +126,11 @@ class Streamer:
         index = {name: i for i, name in enumerate(made.buffers.names_list)}
         for part in names:
             wanted = np.isin(made.reads.buffer_id, [index[n] for n in part])
-            sub = plan(made.sources, _restricted(made.reads, wanted, [index[n] for n in part]), made.options)
+            sub = plan(
+                made.sources,
+                with_buffers(made.reads.take(np.flatnonzero(wanted)), [index[n] for n in part]),
+                made.options,
+            )
             checks = build_checks(sub) if verify != "off" else None
             own = Reader(transport, swaps=False, on_allocate=hook, links=links)
             at = 0
@@ -149,28 +153,6 @@ class Streamer:
             part.reader.release()
         self._parts = []
         self._arena.close()
-
-
-def _restricted(reads: ReadTable, rows: npt.NDArray[np.bool_], buffers: Sequence[int]) -> ReadTable:
-    """Some requests, with their buffers alone."""
-    taken = reads.take(np.flatnonzero(rows))
-    ids = np.array(buffers, np.int64)
-    place = np.full(len(reads.buffers), -1, np.int64)
-    place[ids] = np.arange(len(ids))
-    return ReadTable(
-        taken.tensors,
-        reads.buffers.take(ids),
-        taken.tensor_id,
-        taken.start,
-        taken.step,
-        taken.count,
-        place[taken.buffer_id],
-        taken.dst_offset,
-        taken.dst_stride,
-        taken.order,
-        taken.kind,
-        taken.values,
-    )
 
 
 def _extent(sizes: Sequence[int]) -> int:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["WireTotals", "failed_peers", "read_waves"]
 
 _DRAIN_S = 5.0
+_BLAMED = ("failed", "abandoned", "refused")
 
 
 @dataclass(slots=True)
@@ -42,8 +43,8 @@ class WireTotals:
 
 
 def failed_peers(error: TransportError) -> frozenset[str]:
-    """The peers that a transport error blames."""
-    bad = {name for name, state in error.failures.items() if not state.startswith("done")}
+    """The peers that a transport error blames; not those that were only cancelled because of them."""
+    bad = {name for name, state in error.failures.items() if state.startswith(_BLAMED)}
     return frozenset(bad | ({error.peer} if error.peer else set()))
 
 
@@ -102,7 +103,8 @@ def _wait(
         stats = transport.wait(transfers, timeout_s=timeout_s, finish_others=may_lose)
     except TransportError as error:
         bad = failed_peers(error)
-        if not may_lose or not bad or transport.quarantined():
+        unfinished = {name for name, state in error.failures.items() if not state.startswith("done")} - bad
+        if not may_lose or not bad or unfinished or transport.quarantined():
             raise
         sums.lost.update(dict.fromkeys(bad, error))
         done = [t.prepared for t in transfers if t.prepared.peer.name not in bad]

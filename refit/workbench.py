@@ -190,7 +190,14 @@ class Workbench:
             self.engine.read_live(name, buffers[name])
 
     def require_trusted(self, planned: Planned, *, quarantined: bool) -> None:
-        """Refuse a partial refit of a quarantined rank."""
+        """Refuse a partial refit of a quarantined rank, or of an engine that must be written whole."""
+        written = set(planned.plan.buffers.names_list)
+        left_out = [name for name in getattr(self.engine, "must_write", ()) if name not in written]
+        if left_out:
+            raise RefitError(
+                f"member {self.settings.member!r}: parameter {left_out[0]!r} ({len(left_out)} such) is not part of this "
+                f"refit, but {type(self.engine).__name__} keeps no load layout: each refit must write them all"
+            )
         if planned.seeded and quarantined:
             raise QuarantinedError(
                 f"member {self.settings.member!r} is quarantined and this refit writes {planned.seeded[0]!r} in "

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,11 +31,12 @@ from reshard.refit.tensors import SourceTensor
 if TYPE_CHECKING:
     import torch
 
-    Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+Loader: TypeAlias = "Callable[[Iterable[tuple[str, torch.Tensor]]], object]"
+"""Loads (name, tensor) pairs into a model."""
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["LoaderEngine"]
+__all__ = ["Loader", "LoaderEngine"]
 
 U8 = npt.NDArray[np.uint8]
 
