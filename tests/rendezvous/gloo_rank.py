@@ -182,7 +182,7 @@ class Scenarios:
         fields = {"call": "all_gather_records", "kind": "plain", "max_bytes": 100, "n_bytes": 1 << 40}
         return self.forged(encode_frame(canonical_record(fields), 256))
 
-    # The following leave the group unusable: one of them, last.
+    # The following leave the group unusable: one of them, as the last.
 
     def one_comes_too_late(self):
         if self.last:
