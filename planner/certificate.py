@@ -129,7 +129,7 @@ class Economics:
     n_runs : int
         Contiguous runs of all blocks, as products; never enumerated.
     n_descriptors : int
-        Runs that are read: those of exact blocks, and one a span.
+        Those of exact blocks (runs, or series of runs with `strided_rows`), and one a span.
     descriptor_savings : int
         Runs that spans save.
     full_pull_sources : int
@@ -216,8 +216,8 @@ def item_bytes(templates: Templates) -> Int64:
     return out
 
 
-def price(templates: Templates, segments: tuple[Segment, ...]) -> Economics:
-    """Economics as products of templates and member counts."""
+def price(templates: Templates, segments: tuple[Segment, ...], strided: bool) -> Economics:
+    """Economics as products of templates and member counts; `strided` backends move a series of runs at once."""
     t = templates
     members = np.diff(t.classes.member_start)
     piece_members = members[t.boxes.cls[t.pieces.box]]
@@ -227,7 +227,7 @@ def price(templates: Templates, segments: tuple[Segment, ...]) -> Economics:
     item_members = members[t.items.cls]
     fetch_members = members[t.boxes.cls[t.fetches.box]]
     n_runs = _dot(t.layout.n_runs, piece_members)
-    n_exact = _dot(t.layout.n_runs[exact], piece_members[exact])
+    n_exact = _dot(t.layout.n_descriptors(strided)[exact], piece_members[exact])
     n_fetches = int(fetch_members.sum())
     shard_bytes = np.ones(len(t.fetches), np.int64)
     for a, b in zip(t.boxes.shard_start, t.boxes.shard_stop, strict=True):

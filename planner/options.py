@@ -65,7 +65,8 @@ class PlanOptions:
         Bytes of staging that the two waves in flight may take together.
     cost : CostModel
     strided_rows : bool
-        The backend takes one row for a regular series of runs. The budget counts runs all the same.
+        The backend moves a regular series of runs at the cost of one descriptor: budget and cost model count series.
+        False for backends that take rows of five columns but issue their runs one by one.
     trust_equal_boxes : bool
         Equal boxes of several holders are replicas even where nobody claims it (for tables that cannot say).
     allow_casts : frozenset of (src label, dst label)

@@ -37,6 +37,7 @@ from reshard.planner.shape import (
     lay_out,
     plan_fetches,
     split_to_limit,
+    split_to_runs,
 )
 from reshard.planner.shards import ShardPart
 from reshard.planner.sources import SourceBoxes, source_boxes
@@ -131,7 +132,7 @@ def assemble_plan(
         segments,
         waves,
         write_certificate(sources, reads, requests, buffers, demand.fills, classes.tensor),
-        price(templates, segments),
+        price(templates, segments, options.strided_rows),
     )
 
 
@@ -263,7 +264,7 @@ def solve_templates(
     cast = src_code != dst_code
     mode = choose_modes(layout, cast[pieces.request], options)
     while True:
-        split = split_to_limit(pieces, layout, mode != MODE_EXACT, limit)
+        split = split_to_runs(pieces, layout, mode) or split_to_limit(pieces, layout, mode != MODE_EXACT, limit)
         if split is None:
             break
         pieces, origin = split

@@ -131,7 +131,11 @@ def _phase(requests: Requests, options: PlanOptions) -> float:
     """Where in its window a receiver starts to sweep, in [0, 1): by its rank, or by what it reads."""
     if options.members > 1:
         return options.member / options.members
-    words = hash_rows([requests.tensor, requests.geometry, *requests.start, *requests.count])
+    columns = [requests.tensor]
+    # from the last dim, and zero for padding: the number of padded dims must not matter
+    for start, count in zip(reversed(requests.start), reversed(requests.count), strict=True):
+        columns += [start, count - 1]
+    words = mix64(hash_rows(columns))
     total = mix64(np.array([words.sum(dtype=np.uint64)], np.uint64))
     return int(total[0] >> np.uint64(11)) / float(1 << 53)
 

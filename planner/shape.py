@@ -4,7 +4,8 @@
 2. Exact (one descriptor a run) or span (one descriptor for the covering range of the shard, into staging,
    then a local strided copy): the cost model decides, and the budget of runs a block overrides it. Casts
    always go through staging.
-3. A span over the limit is split along its outermost dims; a single run over the limit too.
+3. A cast of few runs gathers them in staging: it is split into pieces of one run. A span over the limit is split
+   along its outermost dims; a single run over the limit too.
 4. Spans of one shard that overlap are read once.
 """
 
@@ -22,6 +23,7 @@ from reshard.planner.sources import SourceBoxes
 
 MODE_EXACT: Final = 0
 MODE_SPAN: Final = 1
+MODE_GATHER: Final = 2
 ALIGN: Final = 64
 
 
@@ -55,6 +57,12 @@ class Layout:
     src_stride: list[Int64]
     dst_stride: list[Int64]
     span: Int64
+
+    def n_descriptors(self, strided: bool) -> Int64:
+        """Descriptors of each piece read exactly: its runs, or its series of runs where a backend moves those at
+        once.
+        """
+        return self.n_runs // self.count[-1] if strided else self.n_runs
 
 
 def _shard_strides(boxes: SourceBoxes, box: Int64) -> list[Int64]:
@@ -128,16 +136,29 @@ def lay_out(pieces: Pieces, requests: TemplateRequests, boxes: SourceBoxes, src_
 
 
 def choose_modes(layout: Layout, cast: Bool, options: PlanOptions) -> Int64:
-    """Exact or span, for each piece."""
+    """Exact, span, or (for casts) the runs of an exact read gathered in staging, for each piece."""
     cost = options.cost
+    n = layout.n_descriptors(options.strided_rows)
     useful = layout.run * layout.n_runs * layout.src_unit
-    runs_s = layout.n_runs * cost.descriptor_s + useful / cost.wire_bytes_per_s
+    runs_s = n * cost.descriptor_s + useful / cost.wire_bytes_per_s
     span_s = cost.descriptor_s + layout.span / cost.wire_bytes_per_s
-    copy_s = useful / cost.copy_bytes_per_s
-    within = layout.n_runs <= options.max_runs_per_block
-    exact = within & (runs_s <= span_s + copy_s)
+    copy_s = np.where(cast, 0.0, useful / cost.copy_bytes_per_s)
+    exact = (n <= options.max_runs_per_block) & (runs_s <= span_s + copy_s)
     exact |= layout.n_runs == 1
-    return np.where(exact & ~cast, MODE_EXACT, MODE_SPAN)
+    # a cast goes through staging either way; series of runs do too, so budget its runs one by one
+    gather = exact & (layout.n_runs <= options.max_runs_per_block) & (layout.n_runs > 1)
+    return np.where(cast, np.where(gather, MODE_GATHER, MODE_SPAN), np.where(exact, MODE_EXACT, MODE_SPAN))
+
+
+def split_to_runs(pieces: Pieces, layout: Layout, mode: Int64) -> tuple[Pieces, Int64] | None:
+    """Split pieces that are to be gathered, one dim a round, until each is one run; None if all are."""
+    over = np.flatnonzero((mode == MODE_GATHER) & (layout.n_runs > 1))
+    if len(over) == 0:
+        return None
+    # the outermost dim of more than one element is never part of the run while there are several runs
+    dim = _outermost(pieces, over)
+    count = np.stack(pieces.count)[dim, over]
+    return _split(pieces, over, dim, count, np.ones(len(over), np.int64))
 
 
 def split_to_limit(pieces: Pieces, layout: Layout, staged: Bool, limit: int) -> tuple[Pieces, Int64] | None:
@@ -148,14 +169,25 @@ def split_to_limit(pieces: Pieces, layout: Layout, staged: Bool, limit: int) -> 
     over = np.flatnonzero(staged & (layout.span > limit))
     if len(over) == 0:
         return None
-    n_dims = len(pieces.lo)
-    dim = np.full(len(over), n_dims - 1)
-    for d in reversed(range(n_dims)):
-        dim[pieces.count[d][over] > 1] = d
+    dim = _outermost(pieces, over)
     count = np.stack(pieces.count)[dim, over]
     # parts of at most ceil(count / n_parts): their spans shrink at least in proportion
     n_parts = np.minimum(count, np.maximum(2, -(-layout.span[over] // limit)))
-    size = -(-count // n_parts)
+    return _split(pieces, over, dim, count, -(-count // n_parts))
+
+
+def _outermost(pieces: Pieces, rows: Int64) -> Int64:
+    """The outermost dim of more than one element (the last dim where there is none)."""
+    n_dims = len(pieces.lo)
+    dim = np.full(len(rows), n_dims - 1)
+    for d in reversed(range(n_dims)):
+        dim[pieces.count[d][rows] > 1] = d
+    return dim
+
+
+def _split(pieces: Pieces, over: Int64, dim: Int64, count: Int64, size: Int64) -> tuple[Pieces, Int64]:
+    """Split the pieces `over` along their `dim` into parts of `size` elements; and where each came from."""
+    n_dims = len(pieces.lo)
     n_parts = -(-count // size)
     keep = np.ones(len(pieces), np.bool_)
     keep[over] = False
