@@ -12,6 +12,7 @@ from tests.planner.world import World
 from tests.reference import Bits, RefTensor, flat, n_bytes, points
 
 from reshard.planner import (
+    BlockScale,
     Buffer,
     CoverageError,
     DTypeError,
@@ -184,3 +185,46 @@ def test_packed_fills_inside_a_byte_are_refused() -> None:
     fill = ReadRequest("", (), "", (0, 0), (1, 1), (4, 3), 0, 0, (16, 1), 0, "constant", b"\x7b")
     with pytest.raises(DTypeError, match="'p'"):
         plan(ShardTable([]), ReadTable.build([Buffer("p", (4, 16), "int4")], [fill]))
+
+
+@given(st.data())
+def test_no_element_is_ever_read_with_a_neighbours_scale(data: st.DataObject) -> None:
+    """Random cuts, blocks and requests, accepted exactly when every cut is on the grid and the scales come along."""
+    shape = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
+    block = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
+    n_scales = -(-shape[0] // block[0]), -(-shape[1] // block[1])
+
+    def interval(extent: int, size: int) -> tuple[int, int]:
+        """Half of the time on the grid."""
+        grid = [*range(0, extent, size), extent] if data.draw(st.booleans()) else range(extent + 1)
+        edges = data.draw(st.lists(st.sampled_from(grid), min_size=2, max_size=2, unique=True))
+        return min(edges), max(edges)
+
+    cut = data.draw(st.sampled_from([*range(0, shape[0], block[0]), shape[0], data.draw(st.integers(0, shape[0]))]))
+    parts = []
+    for name, start, stop in (("a", 0, cut), ("b", cut, shape[0])):
+        rows = [Shard("w", "float8_e4m3fn", shape, (start, 0), (stop, shape[1]), 0, 0)]
+        if name == "a":
+            rows.append(Shard("s", "float32", n_scales, (0, 0), n_scales, 1, 0))
+        parts.append(ShardPart.from_shards(Holder(name), rows, [81, 4 * 81]))
+    want = [interval(shape[0], block[0]), interval(shape[1], block[1])]
+    scales = [interval(n_scales[0], 1), interval(n_scales[1], 1)]
+    if data.draw(st.booleans()):
+        scales = [(a // b, -(-z // b)) for (a, z), b in zip(want, block, strict=True)]
+
+    def request(tensor: str, label: str, of: tuple[int, int], box: list[tuple[int, int]], buffer: int) -> ReadRequest:
+        counts = tuple(b - a for a, b in box)
+        return ReadRequest(tensor, of, label, tuple(a for a, _ in box), (1, 1), counts, buffer, 0, (counts[1], 1))
+
+    requests = [request("w", "float8_e4m3fn", shape, want, 0), request("s", "float32", n_scales, scales, 1)]
+    reads = ReadTable.build([Buffer("w", shape, "float8_e4m3fn"), Buffer("s", n_scales, "float32")], requests)
+    edges = [(cut, 0), *((a, d) for d in range(2) for a in want[d])]
+    on_grid = all(edge % block[d] == 0 or edge == shape[d] for edge, d in edges)
+    needed = {(i // block[0], j // block[1]) for i in range(*want[0]) for j in range(*want[1])}
+    brought = {(i, j) for i in range(*scales[0]) for j in range(*scales[1])}
+    options = PlanOptions(block_scales={"w": BlockScale("s", block)})
+    if on_grid and needed <= brought:
+        assert plan(ShardTable(parts), reads, options).certificate.written_bytes > 0
+    else:
+        with pytest.raises(DTypeError, match="'w'"):
+            plan(ShardTable(parts), reads, options)
