@@ -59,9 +59,7 @@ class Layout:
     span: Int64
 
     def n_descriptors(self, strided: bool) -> Int64:
-        """Descriptors of each piece read exactly: its runs, or its series of runs where a backend moves those at
-        once.
-        """
+        """Descriptors of each piece read exactly: its runs, or (strided) its series of runs."""
         return self.n_runs // self.count[-1] if strided else self.n_runs
 
 
