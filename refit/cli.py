@@ -217,8 +217,8 @@ def _brief(value: object) -> str:
         return str(value.value)
     if isinstance(value, tuple):
         return "[" + ",".join(_brief(entry) for entry in value) + "]"
-    if dataclasses.is_dataclass(value) and hasattr(value, "slot"):
-        return f"{value.slot}:{getattr(value, 'state', '')}"
+    if slot := getattr(value, "slot", ""):
+        return f"{slot}:{getattr(value, 'state', '')}"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 

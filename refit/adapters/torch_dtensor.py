@@ -90,7 +90,7 @@ def _without_wrappers(name: str, prefix: str) -> str:
 
 
 def local_tensors(
-    source: torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    source: torch.nn.Module | Mapping[str, torch.Tensor],
     *,
     plain_ranks: Sequence[int] | None = None,
     copies_over: Sequence[str] = (),
@@ -124,13 +124,10 @@ def local_tensors(
     import torch
     from torch.distributed.tensor import DTensor
 
-    if isinstance(source, torch.nn.Module):
-        named: Iterable[tuple[str, torch.Tensor]] = named_tensors(source).items()
-    else:
-        named = source.items() if isinstance(source, Mapping) else source
+    named = named_tensors(source) if isinstance(source, torch.nn.Module) else source
     plain_claim = replica_claim(plain_ranks) if plain_ranks is not None and len(plain_ranks) > 1 else -1
     found: list[LocalTensor] = []
-    for name, tensor in named:
+    for name, tensor in named.items():
         if isinstance(tensor, DTensor):
             found += _dtensor_boxes(name, tensor, copies_over)
         elif tensor.numel():
