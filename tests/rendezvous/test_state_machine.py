@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 )
 from tests.rendezvous.redis_records import read_records
 
-from reshard.rendezvous import state, sweeping, transactions
+from reshard.rendezvous import hints, state, sweeping, transactions
 from reshard.rendezvous.errors import (
     AbortedError,
     EqualityError,
@@ -40,7 +40,7 @@ from reshard.rendezvous.errors import (
     VersionError,
     WorkerLostError,
 )
-from reshard.rendezvous.records import Group, Model, Transaction, Version, VersionState, Vote
+from reshard.rendezvous.records import Group, Hint, Model, Transaction, Version, VersionState, Vote
 from reshard.rendezvous.redis_store import RedisStore
 from reshard.rendezvous.store import MemoryStore
 from reshard.rendezvous.transactions import Granted, Join, Pending
@@ -118,6 +118,7 @@ class RendezvousMachine(RuleBasedStateMachine):
         self.transactions: dict[str, ShadowTransaction] = {}
         self.last_joined: dict[tuple[str, str], int] = {}  # (group, member) -> seq
         self.sequences = dict.fromkeys(GROUPS, 0)
+        self.hints: list[tuple[int, dict[tuple[str, str], bytes]]] = [(0, {})]
 
     def open(self) -> None:
         """Hook for other stores."""
@@ -750,6 +751,31 @@ class RendezvousMachine(RuleBasedStateMachine):
         assert facts.decision is txn.decision, facts
         assert facts.outcome is (OPEN if txn.decision is Decision.ABORT else txn.outcome), facts
         assert bool(facts.reason) is (txn.decision is Decision.ABORT or txn.outcome is Decision.QUARANTINE), facts
+
+    # --- cut hints ---
+
+    @rule(member=st.sampled_from("abc"), digest=st.integers(0, 2))
+    def put_hint(self, member: str, digest: int) -> None:
+        group = next(name for name, members in GROUPS.items() if member in members)
+        layout_epoch, newest = self.hints[-1]
+        said = newest | {(group, member): bytes([digest]) * 32}
+        if said != newest:
+            layout_epoch += 1
+            self.hints.append((layout_epoch, said))
+        hint = Hint(group, member, bytes([digest]) * 32)
+        assert self.run(lambda view: hints.put_hint(view, MODEL, hint)) == layout_epoch
+
+    @rule(back=st.integers(-1, 12))
+    def get_hints(self, back: int) -> None:
+        """The newest sets and the empty one are there; all ranks that take one layout epoch get one set."""
+        wanted = self.hints[-1][0] - back
+        known = dict([self.hints[0], *self.hints[-8:]])
+        if wanted not in known:
+            refused(StaleError, lambda: self.run(lambda view: hints.get_hints(view, MODEL, wanted)))
+            return
+        found = self.run(lambda view: hints.get_hints(view, MODEL, None if back == 0 else wanted))
+        assert found.layout_epoch == wanted
+        assert {(hint.group, hint.member): hint.digest for hint in found.hints} == known[wanted]
 
     # --- what always holds ---
 
