@@ -103,6 +103,7 @@ class AsyncWorker:
             except RendezvousError as error:
                 _log.info("worker %s could not be ended, its TTL will: %s", self.info.name, error)
         self._lost = True
+        self._client.forget(self)
 
     async def _beat_forever(self) -> None:
         def on_sent(sent_s: float) -> None:
@@ -365,14 +366,14 @@ class AsyncRendezvous:
             ),
             wire_bytes=limits.check_int("wire_bytes", wire_bytes, at_least=0, at_most=2**62),
         )
-        while True:
-            left_s = max(deadline - time.monotonic(), 0.001)
-            try:
-                return await self.backend.vote(transaction, member, part.worker_id, vote, left_s)
-            except StaleError:
-                if time.monotonic() >= deadline or not yes:
-                    raise
-                await self.backend.put_names(names_consumed, left_s, again=True)
+        try:
+            return await self.backend.vote(transaction, member, part.worker_id, vote, _left_s(deadline))
+        except StaleError:
+            if not yes:
+                raise
+            # the service has forgotten the set of names, after an hour without use or a restart
+            await self.backend.put_names(names_consumed, _left_s(deadline), again=True)
+            return await self.backend.vote(transaction, member, part.worker_id, vote, _left_s(deadline))
 
     async def installed(self, transaction: str, member: str, ok: bool, *, reason: str = "", timeout_s: float) -> Facts:
         """Say whether installing succeeded, and wait for the outcome: SERVE, QUARANTINE or UNKNOWN."""
@@ -407,9 +408,13 @@ class AsyncRendezvous:
 
     async def close(self) -> None:
         """End the workers registered here, and the connection."""
-        await asyncio.gather(*(worker.close() for worker in self._workers))
+        await asyncio.gather(*(worker.close() for worker in tuple(self._workers)))
         self._workers.clear()
         await self.backend.close()
+
+    def forget(self, worker: AsyncWorker) -> None:
+        """Drop a closed worker."""
+        self._workers.discard(worker)
 
     def _part(self, transaction: str, member: str) -> _Part:
         part = self._parts.get((transaction, member))
@@ -420,6 +425,10 @@ class AsyncRendezvous:
 
 def _timeout(timeout_s: float) -> float:
     return limits.check_timeout("timeout_s", timeout_s)
+
+
+def _left_s(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.001)
 
 
 def _require_live(worker: AnyWorker) -> str:

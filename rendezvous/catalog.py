@@ -86,12 +86,13 @@ class _Names:
         known = self._answers.get(key)
         if known is not None:
             return known
-        published: set[str] = set()
+        distinct: dict[int, frozenset[str]] = {}  # ranks share dictionaries, and so these sets
         for digest in tables:
             names = self._of_table.get(digest)
             if names is None:
                 return None
-            published |= names
+            distinct[id(names)] = names
+        published: set[str] = set().union(*distinct.values())
         for digest in name_sets:
             names = self._of_set.get(digest)
             if names is None:
@@ -164,6 +165,7 @@ class BlobCatalog(_Names):
         self._store = store
         self._tensors: Lru[bytes, TensorDict] = Lru(64)
         self._geometries: Lru[bytes, GeometryDict] = Lru(64)
+        self._of_dict: Lru[bytes, frozenset[str]] = Lru(1024)
         self._large = asyncio.Lock()
         self._heads: Lru[bytes, tuple[int, bytes, bytes]] = Lru(4096)  # part: rows, tensors, geometries
 
@@ -244,6 +246,8 @@ class BlobCatalog(_Names):
 
     async def put_names(self, digest: bytes, blob: bytes) -> None:
         """Check and keep a set of names."""
+        if not await self.missing([digest]):
+            return
         message = _names(blob)
         self._of_set.put(digest, names_from_message(message, digest))
         await self._store.put_blob(digest, _canonical(message))
@@ -279,7 +283,6 @@ class BlobCatalog(_Names):
 
     async def load_names(self, tables: Sequence[bytes], name_sets: Sequence[bytes]) -> None:
         """Make :meth:`unconsumed` answerable."""
-        of_dict: dict[bytes, frozenset[str]] = {}
         for table in tables:
             if self._of_table.get(table) is not None:
                 continue
@@ -287,7 +290,8 @@ class BlobCatalog(_Names):
             tensors = await self._put_tensors(head[1], {}) if head is not None else None
             if head is None or tensors is None:
                 raise StaleError(f"table {table.hex()[:16]}... is not here")
-            names = of_dict.setdefault(head[1], frozenset(tensors.names_list))
+            names = self._of_dict.get(head[1]) or frozenset(tensors.names_list)
+            self._of_dict.put(head[1], names)
             self._of_table.put(table, names)
         for digest in name_sets:
             if self._of_set.get(digest) is None:

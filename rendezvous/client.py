@@ -57,6 +57,9 @@ class _LoopThread:
 
     def call(self, work: Coroutine[object, object, T]) -> T:
         """Run `work` on the loop and wait for it; an interrupt here cancels it there."""
+        if self.pid != os.getpid():
+            work.close()
+            raise RendezvousError("this client was made before a fork; make one in each process")
         if threading.current_thread() is self._thread:
             work.close()
             raise RendezvousError("the synchronous client was called on its own loop thread; use AsyncRendezvous there")

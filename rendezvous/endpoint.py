@@ -88,7 +88,7 @@ class Endpoint:
         self._running: set[asyncio.Task[object]] = set()
         self._draining = False
 
-    def handler(self) -> grpc.GenericRpcHandler[bytes, bytes]:
+    def handler(self) -> grpc.GenericRpcHandler[bytes, bytes]:  # pyright: ignore[reportInvalidTypeArguments]
         """Return the handler to add to a server."""
         methods = {}
         for method in pb.DESCRIPTOR.services_by_name["RendezvousService"].methods:

@@ -77,7 +77,7 @@ class Link:
 
         `grace_s` is waited beyond the deadline for a service that ends its own wait in time and has something to say.
         """
-        method = self._channel.unary_unary(_SERVICE + name, bytes, bytes)
+        method = self._channel.unary_unary(_SERVICE + name, _same, _same)
 
         async def call(left_s: float) -> M:
             message = request(left_s) if callable(request) else request
@@ -91,7 +91,7 @@ class Link:
         self, name: str, requests: Callable[[], Sequence[bytes] | Iterator[bytes]], response: type[M], timeout_s: float
     ) -> M:
         """Send a stream of requests, which is made anew for each attempt, and return the response."""
-        method = self._channel.stream_unary(_SERVICE + name, bytes, bytes)
+        method = self._channel.stream_unary(_SERVICE + name, _same, _same)
 
         async def call(left_s: float) -> M:
             return response.FromString(await method(iter(requests()), timeout=left_s, metadata=self._metadata))
@@ -102,7 +102,7 @@ class Link:
         self, name: str, request: protobuf.Message, response: type[M], timeout_s: float
     ) -> AsyncIterator[M]:
         """Yield a server stream's messages; the stream is cancelled when the caller stops listening."""
-        method = self._channel.unary_stream(_SERVICE + name, bytes, bytes)
+        method = self._channel.unary_stream(_SERVICE + name, _same, _same)
         call = method(request.SerializeToString(), timeout=timeout_s, metadata=self._metadata)
         try:
             async for raw in call:
@@ -136,7 +136,7 @@ class Link:
 
         `on_sent` hears the monotonic sending time of each message that was answered.
         """
-        call = self._channel.stream_stream(_SERVICE + name, bytes, bytes)(None, metadata=self._metadata)
+        call = self._channel.stream_stream(_SERVICE + name, _same, _same)(None, metadata=self._metadata)
         try:
             while True:
                 sent_s = time.monotonic()
@@ -156,6 +156,10 @@ class Link:
             raise RendezvousUnavailableError(f"{name} at {self.address} was not answered") from None
         finally:
             call.cancel()
+
+
+def _same(raw: bytes) -> bytes:
+    return raw
 
 
 def _open_channel(address: str, tls: TLSFiles | None) -> grpc.aio.Channel:

@@ -74,6 +74,7 @@ class RemoteBackend:
         self._topologies: Lru[bytes, messages.Topology] = self.cache.topologies
         self._bases: Lru[bytes, bytes] = self.cache.bases
         self._known: list[bytes] = []
+        self._names_flights: dict[tuple[str, ...], asyncio.Future[bytes]] = {}
         self._names_put: Lru[tuple[str, ...], bytes] = Lru(8)
 
     async def close(self) -> None:
@@ -161,14 +162,19 @@ class RemoteBackend:
         known = self._names_put.get(key)
         if known is not None and not again:
             return known
+        flight = self._names_flights.get(key)
+        if flight is None:
+            flight = asyncio.ensure_future(self._put_names(key, timeout_s))
+            self._names_flights[key] = flight
+            flight.add_done_callback(lambda _: self._names_flights.pop(key, None))
+        digest = await asyncio.shield(flight)
+        self._names_put.put(key, digest)
+        return digest
+
+    async def _put_names(self, names: tuple[str, ...], timeout_s: float) -> bytes:
         digest = names_digest(names)
-        ask = pb.PutNamesRequest(digest=digest)
-        if (
-            again
-            or (
-                await self._link.upload("PutNames", lambda: [ask.SerializeToString()], pb.PutNamesResponse, timeout_s)
-            ).missing
-        ):
+        ask = pb.PutNamesRequest(digest=digest).SerializeToString()
+        if (await self._link.upload("PutNames", lambda: [ask], pb.PutNamesResponse, timeout_s)).missing:
             blob = names_to_message(names).SerializeToString()
 
             def requests() -> Iterator[bytes]:
@@ -177,7 +183,6 @@ class RemoteBackend:
                     yield pb.PutNamesRequest(digest=digest, total_bytes=len(blob), data=data).SerializeToString()
 
             await self._link.upload("PutNames", requests, pb.PutNamesResponse, timeout_s)
-        self._names_put.put(key, digest)
         return digest
 
     async def open_epoch(self, model: str, run_id: str, timeout_s: float) -> int:

@@ -192,7 +192,7 @@ class _Running:
         endpoint = Endpoint(Handlers(broker, catalog), guard, metrics.telemetry if metrics is not None else None)
         server = grpc.aio.server(options=_CHANNEL_OPTIONS)
         server.add_generic_rpc_handlers((endpoint.handler(),))
-        servicer = health.aio.HealthServicer()
+        servicer = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         running = cls(server, broker, endpoint, servicer)

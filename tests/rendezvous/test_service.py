@@ -481,7 +481,34 @@ def test_asyncio_has_the_same_calls() -> None:
     with serve() as server:
         assert asyncio.run(remote(server.address)) is Decision.SERVE
     public = {name for name in dir(Rendezvous) if not name.startswith("_")}
-    assert public == {name for name in dir(AsyncRendezvous) if not name.startswith("_")}
+    assert public == {name for name in dir(AsyncRendezvous) if not name.startswith("_")} - {"forget"}
+
+
+def test_a_process_may_end_without_closing_anything() -> None:
+    code = (
+        "import sys\n"
+        "from reshard.rendezvous import Rendezvous, WorkerInfo\n"
+        "client = Rendezvous.connect(sys.argv[1])\n"
+        "worker = client.register(WorkerInfo('trainer', 'm', 'h', 't'))\n"
+        "local = Rendezvous.in_process()\n"
+        "other = local.register(WorkerInfo('trainer', 'm', 'h', 't'))\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    with serve() as server:
+        command = [sys.executable, "-c", code, server.address]
+        ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_a_client_does_not_cross_a_fork() -> None:
+    client = Rendezvous.in_process()
+    client._thread.pid -= 1  # as the child of a fork would see it
+    try:
+        with pytest.raises(RendezvousError, match="made before a fork"):
+            client.describe()
+    finally:
+        client._thread.pid += 1
+        client.close()
 
 
 def test_without_grpc_the_error_names_the_extra() -> None:
