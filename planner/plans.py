@@ -193,7 +193,8 @@ class Plan:
     def rows(self, wave: int) -> WireRows:
         """Relative wire rows of one wave, grouped by holder, runs that continue each other merged."""
         wave = self._wave(wave)
-        return join_rows([rows.wave(wave) for rows in self.wire()])
+        made = [rows for rows in self.wire() if rows.wave_start[wave] < rows.wave_start[wave + 1]]
+        return join_rows([rows.wave(wave) for rows in made])
 
     def copies(self, wave: int) -> LocalCopies:
         """Local copies out of staging that follow the reads of one wave."""

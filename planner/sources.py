@@ -201,6 +201,8 @@ def _resolve(
     pair = find_overlap(group, [c[owner] for c in boxes.start], [c[owner] for c in boxes.stop])
     if pair is not None:
         raise _overlap_error(sources, classes, boxes, (int(owner[pair[0]]), int(owner[pair[1]])))
+    if find_overlap(boxes.cls, boxes.start, boxes.stop) is None:
+        return boxes
     rank = _preference(sources, layout_of, options)
     best = np.full(len(boxes), n_layouts, np.int64)
     np.minimum.at(best, owner, rank[member_layout])
