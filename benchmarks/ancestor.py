@@ -77,7 +77,7 @@ def captured(reads: Reads) -> Any:
 
 
 def run(tables: list[list[Any]], capture: Any, useful_bytes: int, *, gc_on: bool) -> AncestorResult:
-    """Merge, build and plan once. The garbage collector is left as asked for, and restored."""
+    """Merge, build and plan once; it must move exactly the bytes that ours does."""
     from modelexpress.refit.reshard.rendezvous import build_sources, merge_shard_tables
     from modelexpress.refit.reshard.transfer_plan import plan_transfer
 
@@ -94,6 +94,10 @@ def run(tables: list[list[Any]], capture: Any, useful_bytes: int, *, gc_on: bool
         end = time.perf_counter()
     finally:
         (gc.enable if was_on else gc.disable)()
+    if plan.fallback or plan.exact_bytes != useful_bytes:
+        raise RuntimeError(
+            f"it plans {plan.exact_bytes} bytes and gives up on {len(plan.fallback)} tensors: not our workload"
+        )
     return AncestorResult(
         merge - begin,
         build - merge,

@@ -293,8 +293,9 @@ def child_memory(workload: Workload, theirs: bool) -> dict[str, float]:
     work: Callable[[], object]
     if theirs:
         tables, capture = ancestor_module.published_tables(sources), ancestor_module.captured(reads)
-        del data, sources
-        work = lambda: ancestor_module.run(tables, capture, 1, gc_on=True)  # noqa: E731
+        useful_bytes = reads.useful_bytes
+        del data, sources, reads
+        work = lambda: ancestor_module.run(tables, capture, useful_bytes, gc_on=True)  # noqa: E731
     else:
         parts, read = data.tables()
         del data, sources, reads
