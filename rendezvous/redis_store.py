@@ -8,7 +8,8 @@ all are
    all.
 3. Watchers subscribe before they read. What is published may be lost with the connection, so after a reconnect every
    watcher reads again.
-4. Time is Redis' own (TIME with every script), so that all servers judge a TTL by one clock.
+4. Time is Redis' own (TIME with every script), so that all servers judge a TTL by one clock. Let NTP slew it: a step
+   forward lets every TTL pass at once, a step back of over a minute prolongs them.
 
 Decisions are as durable as Redis is: run it with ``appendonly yes`` and ``appendfsync always``, and ``maxmemory-policy
 noeviction``.
@@ -49,46 +50,62 @@ _BLOB_IDLE_S = 86400
 _MAX_TRIES = 1000
 _INDEXED = ("worker", "model", "group", "txn", "hints")
 
-_LOAD = """
-local now = redis.call('TIME')
-local out = {now[1], now[2]}
-for i = 1, #KEYS do
+# Microseconds of Redis' clock. A small step back, as of a corrected clock, is waited out: what was lost stays lost.
+_CLOCK = """
+local time = redis.call('TIME')
+local now = time[1] * 1000000 + time[2]
+local last = tonumber(redis.call('GET', KEYS[1]) or '0')
+if last > now and last - now < 60000000 then now = last end
+local micros = string.format('%.0f', now)
+"""
+
+# KEYS: clock, then the keys to read.
+_LOAD = (
+    _CLOCK
+    + """
+local out = {micros}
+for i = 2, #KEYS do
   local row = redis.call('HMGET', KEYS[i], 'r', 'v')
   out[#out + 1] = row[1] or '0'
   out[#out + 1] = row[2] or ''
 end
 return out
 """
+)
 
-# KEYS: counter, channel, then the keys read, then the keys written. ARGV: how many are read, their revisions, then for
-# each write '0' (delete) or '1', its value, the key of its index or '', and its name there; last what to publish.
-_COMMIT = """
-local now = redis.call('TIME')
+# KEYS: clock, counter, channel, then the keys read, then the keys written. ARGV: how many are read, their revisions,
+# then for each write '0' (delete) or '1', its value, the key of its index or '', and its name there; last what to
+# publish.
+_COMMIT = (
+    _CLOCK
+    + """
 local n = tonumber(ARGV[1])
 local stale = {}
 for i = 1, n do
-  local rev = redis.call('HGET', KEYS[2 + i], 'r') or '0'
+  local rev = redis.call('HGET', KEYS[3 + i], 'r') or '0'
   if rev ~= ARGV[1 + i] then stale[#stale + 1] = i end
 end
-local out = {now[1], now[2], #stale == 0 and '1' or '0'}
+local out = {micros, #stale == 0 and '1' or '0'}
 if #stale > 0 then
   for _, i in ipairs(stale) do
-    local row = redis.call('HMGET', KEYS[2 + i], 'r', 'v')
+    local row = redis.call('HMGET', KEYS[3 + i], 'r', 'v')
     out[#out + 1] = tostring(i)
     out[#out + 1] = row[1] or '0'
     out[#out + 1] = row[2] or ''
   end
   return out
 end
-if redis.call('EXISTS', KEYS[1]) == 0 then
-  redis.call('SET', KEYS[1], now[1] .. '000000')  -- never again a revision that an emptied store gave out before
+if #KEYS == 3 + n then return out end
+redis.call('SET', KEYS[1], micros)
+if redis.call('EXISTS', KEYS[2]) == 0 then
+  redis.call('SET', KEYS[2], micros)  -- never again a revision that an emptied store gave out before
 end
 local at = 1 + n
-for i = 3 + n, #KEYS do
+for i = 4 + n, #KEYS do
   local op, value, index, name = ARGV[at + 1], ARGV[at + 2], ARGV[at + 3], ARGV[at + 4]
   at = at + 4
   if op == '1' then
-    local rev = string.format('%.0f', redis.call('INCR', KEYS[1]))
+    local rev = string.format('%.0f', redis.call('INCR', KEYS[2]))
     redis.call('HSET', KEYS[i], 'r', rev, 'v', value)
     if index ~= '' then redis.call('SADD', index, name) end
     out[#out + 1] = rev
@@ -98,9 +115,10 @@ for i = 3 + n, #KEYS do
     out[#out + 1] = '0'
   end
 end
-if ARGV[at + 1] ~= '' then redis.call('PUBLISH', KEYS[2], ARGV[at + 1]) end
+if ARGV[at + 1] ~= '' then redis.call('PUBLISH', KEYS[3], ARGV[at + 1]) end
 return out
 """
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +157,16 @@ class RedisStore:
         """
         require("redis", extra="redis")
         from redis.asyncio import Redis
+        from redis.asyncio.retry import Retry
+        from redis.backoff import NoBackoff
 
         client = Redis.from_url(
-            url, socket_timeout=_CALL_S, socket_connect_timeout=_CALL_S, socket_keepalive=True, health_check_interval=5
+            url,
+            socket_timeout=_CALL_S,
+            socket_connect_timeout=_CALL_S,
+            socket_keepalive=True,
+            health_check_interval=5,
+            retry=Retry(NoBackoff(), 1),  # callers retry by themselves, within their own deadlines
         )
         store = cls(client)
         try:
@@ -179,9 +204,9 @@ class RedisStore:
         return copy.record
 
     async def _fetch(self, keys: Sequence[str]) -> None:
-        reply = await self._call(self._load(keys=[_record_key(key) for key in keys], args=[]))
+        reply = await self._call(self._load(keys=[_PREFIX + b"clock", *map(_record_key, keys)], args=[]))
         self._set_clock(reply)
-        for key, revision, blob in zip(keys, reply[2::2], reply[3::2], strict=True):
+        for key, revision, blob in zip(keys, reply[1::2], reply[2::2], strict=True):
             self._copies.put(key, _Copy(revision, _decode(key, blob)))
 
     async def _apply(self, view: View, writes: dict[str, Record | None]) -> bool:
@@ -198,7 +223,8 @@ class RedisStore:
             args += [b"0" if blob is None else b"1", blob or b"", index, name.encode()]
         changed = [key for key in blobs if not key.startswith("beat:")]
         args.append(json.dumps([self._me, *changed]).encode() if changed else b"")
-        keys = [_PREFIX + b"counter", _PREFIX + b"changes", *map(_record_key, reads), *map(_record_key, blobs)]
+        ours = (_PREFIX + b"clock", _PREFIX + b"counter", _PREFIX + b"changes")
+        keys = [*ours, *map(_record_key, reads), *map(_record_key, blobs)]
         try:
             reply = await self._call(self._commit(keys=keys, args=args))
         except RendezvousUnavailableError:
@@ -206,18 +232,18 @@ class RedisStore:
                 self._copies.drop(key)  # whether it was applied is not known
             raise
         self._set_clock(reply)
-        if reply[2] == b"0":
-            for at, revision, blob in zip(reply[3::3], reply[4::3], reply[5::3], strict=True):
+        if reply[1] == b"0":
+            for at, revision, blob in zip(reply[2::3], reply[3::3], reply[4::3], strict=True):
                 key = reads[int(at) - 1]
                 self._copies.put(key, _Copy(revision, _decode(key, blob)))
             return False
-        for (key, record), revision in zip(writes.items(), reply[3:], strict=True):
+        for (key, record), revision in zip(writes.items(), reply[2:], strict=True):
             self._copies.put(key, _Copy(revision, record))
         self._watchers.notify(changed)
         return True
 
     def _set_clock(self, reply: Sequence[bytes]) -> None:
-        self._offset_s = int(reply[0]) + int(reply[1]) / 1e6 - time.monotonic()
+        self._offset_s = int(reply[0]) / 1e6 - time.monotonic()
 
     async def _call(self, command: Awaitable[object]) -> list[bytes]:
         redis = require("redis", extra="redis")
@@ -272,10 +298,17 @@ class RedisStore:
             pause_s = min(2 * pause_s, 1.0)
 
     async def _listen(self, pubsub: PubSub) -> None:
+        asked = False
         while True:
-            message = await pubsub.get_message(timeout=None)
+            message = await pubsub.get_message(timeout=_CALL_S)
             if message is None:
+                # a connection that leads nowhere any more is silent too: ask, and take any word for an answer
+                if asked:
+                    raise ConnectionError("the subscription's connection does not answer")
+                await pubsub.ping()
+                asked = True
                 continue
+            asked = False
             if message["type"] == "subscribe":
                 self._subscribed.set()
                 self._watchers.notify_all()  # what happened before this subscription was not heard
