@@ -58,6 +58,7 @@ class Scripted:
 
 class ScriptedTransport(CommonTransport):
     name = "scripted"
+    slice_bytes = 8 * MIB
     capabilities: ClassVar[Capabilities] = Capabilities(("dram",), True, True, "agent", 1 << 20, True, True, True)
 
     def __init__(self, scope: str = "agent", settles: bool = False) -> None:
@@ -263,7 +264,7 @@ def test_a_shut_gate_posts_nothing_and_poisons_nothing() -> None:
 
 
 def test_a_failure_cancels_the_others_unless_they_are_to_finish() -> None:
-    big = 3 * CommonTransport.slice_bytes
+    big = 3 * ScriptedTransport.slice_bytes
     for finish in (False, True):
         transport = ScriptedTransport("peer", settles=True)
         setting = Setting(transport, big)
@@ -284,7 +285,7 @@ def test_a_failure_cancels_the_others_unless_they_are_to_finish() -> None:
 
 def test_a_native_post_that_blocks_keeps_nobody_past_the_deadline() -> None:
     transport = ScriptedTransport("none")
-    setting = Setting(transport, 2 * CommonTransport.slice_bytes)
+    setting = Setting(transport, 2 * ScriptedTransport.slice_bytes)
     release = transport.blocking["sick"] = threading.Event()
     transport.outcome["sick"] = True
     start = time.monotonic()
