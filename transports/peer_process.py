@@ -7,7 +7,9 @@ streams.  Its memory holds a pattern that the test computes too: byte *i* of the
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import os
 import select
 import signal
@@ -23,6 +25,7 @@ import numpy.typing as npt
 
 from reshard.transports.base import Allocation, Registration, Transport
 from reshard.transports.errors import TransportError
+from reshard.transports.regions import Region
 from reshard.transports.registry import open_transport
 
 ANSWER_S = 30.0
@@ -175,6 +178,9 @@ class _Server:
             case "withdraw":
                 self._served[int(str(arguments["which"]))][1].close()
                 return {}
+            case "unmap":
+                _unmap_behind_our_back(self._served[int(str(arguments["which"]))][0].region)
+                return {}
             case "close":
                 self._transport.close()
                 return {}
@@ -196,6 +202,13 @@ class _Server:
         for _ in range(int(str(arguments["times"]))):
             self._transport.wait([self._transport.post(prepared)], timeout_s=ANSWER_S)
         return {"done": True}
+
+
+def _unmap_behind_our_back(region: Region) -> None:
+    """Take pages away that are registered, which our own interfaces never do."""
+    size = -(-region.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    if ctypes.CDLL(None).munmap(ctypes.c_void_p(region.address), ctypes.c_size_t(size)):
+        raise OSError("munmap")
 
 
 def main() -> None:

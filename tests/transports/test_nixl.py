@@ -67,6 +67,20 @@ class TestNixl(TransportContract):
                 assert np.array_equal(customer.target.array, pattern(MIB, 8))
                 read(ours.transport, [ours.whole(self.remote, MIB)], timeout_s=10.0)
 
+    def test_memory_unmapped_behind_our_back_is_an_error(self) -> None:
+        """Over CMA; over TCP, UCX's emulation kills the owner (docs/transports.md, limits)."""
+        with self.start() as process:
+            endpoint, remote = process.serve(4 * MIB, 1)
+            with Reader(self, endpoint, 4 * MIB) as reader:
+                prepared = reader.whole(remote, 4 * MIB)
+                read(reader.transport, [prepared], timeout_s=5.0)
+                process.ask("unmap", which=0)
+                with raises(PeerError, TransferError, within_s=5.0):
+                    read(reader.transport, [prepared], timeout_s=3.0)
+                assert process.ask("endpoint"), "the owner has survived"
+                reader.transport.wait_quarantine(timeout_s=10.0)
+                self.still_reads(reader.transport)
+
     def test_a_quarantine_is_lifted_only_when_the_agent_is_gone(self) -> None:
         from reshard.transports.nixl import NixlTransport
 
