@@ -15,13 +15,11 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from reshard.transports import Transport
 
-__all__ = ["SENTINEL", "Arena"]
+__all__ = ["Arena"]
 
 U8 = npt.NDArray[np.uint8]
 U64 = npt.NDArray[np.uint64]
 
-SENTINEL = 0xA5
-"""What debug mode fills destinations with before a read."""
 _ALIGN = 64
 
 

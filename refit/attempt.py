@@ -24,6 +24,7 @@ from reshard.refit.loading import Loaded, Reading, read_plan
 from reshard.refit.planning import Planned
 from reshard.refit.records import DiscoveryRecord, StagesRecord, emit, implied_gbps
 from reshard.refit.report import MemoryLedger, RefitReport
+from reshard.refit.sentinel import fill_sentinel
 from reshard.refit.stages import RefitStage, StageMachine
 from reshard.refit.waves import failed_peers
 from reshard.rendezvous.errors import AbortedError, RendezvousError, RendezvousUnavailableError
@@ -185,7 +186,8 @@ class Attempt:
         if self.machine.stage is RefitStage.CREATED:
             self.machine.advance(RefitStage.PREFLIGHTED)
         clock.enter("connect")
-        records = [manifest.slot(h.name) for h in planned.plan.holders]
+        by_slot = {slot.slot: slot for slot in manifest.slots}
+        records = [by_slot[h.name] for h in planned.plan.holders]
         dialled = r.reader.links.ensure(records, self._deadline)
         clock.enter("allocate")
         r.bench.allocate()
@@ -212,6 +214,8 @@ class Attempt:
         r = self._receiver
         shadow = r.reader.shadow()
         r.bench.about_to_overwrite(shadow, self._deadline)
+        if self._sentinel:
+            fill_sentinel(shadow.buffers)
         r.bench.seed(planned, shadow.buffers, quarantined=r.state == "quarantined")
         self._loaded = read_plan(
             self._reading(manifest),
@@ -221,6 +225,7 @@ class Attempt:
             manifest,
             self._deadline,
             without=self._without,
+            seeded=planned.seeded,
             enter=self._clock.enter,
             check_lease=self._check_lease,
         )
@@ -324,6 +329,8 @@ class Attempt:
         """Read, verify and write part after part, under the lease."""
         r = self._receiver
         for part in r.bench.stream_parts():
+            if self._sentinel:
+                fill_sentinel(part.buffers)
             part.seed(r.bench.stream_engine())
             loaded = read_plan(
                 self._reading(manifest),
@@ -333,6 +340,7 @@ class Attempt:
                 manifest,
                 deadline,
                 without=self._without,
+                seeded=planned.seeded,
                 enter=self._clock.enter,
                 check_lease=self._check_lease,
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from reshard.refit.errors import HolderLostError
 from reshard.refit.records import check_throughput
 from reshard.refit.report import Verified
 from reshard.refit.rescue import rescue
+from reshard.refit.sentinel import require_delivered
 from reshard.refit.verify import Checks, Mode, Verifier
 from reshard.refit.waves import WireTotals
 from reshard.transports.errors import TransportError
@@ -72,6 +73,7 @@ def read_plan(
     deadline: Deadline,
     *,
     without: frozenset[str] = frozenset(),
+    seeded: Sequence[str] = (),
     enter: Callable[[str], None] = lambda stage: None,
     check_lease: Callable[[], None] = lambda: None,
 ) -> Loaded:
@@ -81,6 +83,8 @@ def read_plan(
     ----------
     without
         Holders given up before.
+    seeded
+        Buffers that hold live bytes where the plan writes nothing.
     enter
         Told when the stages ``read`` and ``verify`` begin.
     check_lease
@@ -104,7 +108,6 @@ def read_plan(
         manifest,
         deadline,
         verifier=verifier,
-        sentinel=how.sentinel,
         may_lose=len(plan.holders) > 1,
         stall_s=how.stall_s,
     )
@@ -113,6 +116,9 @@ def read_plan(
     if totals.lost:
         rescued = _rescued(how, reader, plan, manifest, deadline, without, out)
     check_lease()
+    if how.sentinel:
+        names = plan.buffers.names_list
+        require_delivered(dict(zip(names, reader.buffers(), strict=True)), seeded)
     check_throughput(out.data_bytes, totals.seconds, how.context)
     enter("verify")
     since = time.perf_counter()

@@ -13,14 +13,14 @@ import contextlib
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.planner.execute import run_copies, run_fills
-from reshard.refit.arena import SENTINEL, Arena
+from reshard.refit.arena import Arena
+from reshard.refit.binding import Bound, bind_version
 from reshard.refit.deadline import Deadline
 from reshard.refit.digests import DIGEST_BYTES
 from reshard.refit.errors import RefitError, TornReadError
@@ -34,31 +34,16 @@ from reshard.transports.errors import TransportError
 
 if TYPE_CHECKING:
     from reshard.planner import Plan
-    from reshard.rendezvous.types import Manifest, SlotRecord
+    from reshard.rendezvous.types import Manifest
     from reshard.transports.base import Prepared, Transport
 
-__all__ = ["Bound", "Reader"]
+__all__ = ["Reader"]
 
 U8 = npt.NDArray[np.uint8]
 U64 = npt.NDArray[np.uint64]
 Int64 = npt.NDArray[np.int64]
 
 _KEPT_BINDINGS = 8
-
-
-@dataclass(slots=True)
-class Bound:
-    """Prepared lists for one version's bases and one shadow arena."""
-
-    waves: list[list[Prepared]]
-    before: list[Prepared]
-    beside: list[Prepared]
-    after: list[Prepared]
-
-    def close(self) -> None:
-        """Free the lists."""
-        for prepared in (p for group in (*self.waves, self.before, self.beside, self.after) for p in group):
-            prepared.close()
 
 
 class Reader:
@@ -198,35 +183,24 @@ class Reader:
     def bind(self, manifest: Manifest, local_memory: str = "dram", local_device: int = 0) -> Bound:
         """Prepared lists for this version; made once for each (arena, region bases)."""
         plan = self._required_plan()
-        records = [manifest.slot(name) for name in self._holders]
-        for record, holder in zip(records, plan.holders, strict=True):
-            self._check_regions(record, plan, holder.name)
+        by_slot = {record.slot: record for record in manifest.slots}
+        records = [by_slot[name] for name in self._holders]
         key = (self._current, hashlib.sha256(b"".join(r.region_bases.tobytes() for r in records)).digest())
         bound = self._bindings.get(key)
         if bound is not None:
             self._bindings.move_to_end(key)
             return bound
-        relative = plan.bind(
-            {r.slot: r.region_bases for r in records},
+        made = bind_version(
+            self._transport,
+            self.links,
+            plan,
+            records,
             np.array([b.ctypes.data for b in self.buffers()], np.uint64),
             self._staging.base if self._staging is not None else 0,
-            strided=False,
-            local_device=local_device,
+            self._meta.buffers if self._meta is not None else {},
             local_memory=local_memory,
+            local_device=local_device,
         )
-        made = Bound([], [], [], [])
-        try:
-            for wave in relative.waves:
-                lists: list[Prepared] = []
-                made.waves.append(lists)
-                for rows in wave:
-                    peer = self.links.peer(rows.holder.name)
-                    lists.append(self._transport.prepare(peer, rows.local, rows.remote))
-            for record in records:
-                self._prepare_meta(record, made)
-        except BaseException:
-            made.close()
-            raise
         self._bindings[key] = made
         while len(self._bindings) > _KEPT_BINDINGS:
             self._bindings.popitem(last=False)[1].close()
@@ -239,7 +213,6 @@ class Reader:
         deadline: Deadline,
         *,
         verifier: Verifier | None = None,
-        sentinel: bool = False,
         may_lose: bool = False,
         stall_s: float | None = None,
     ) -> WireTotals:
@@ -258,9 +231,6 @@ class Reader:
         """
         plan = self._required_plan()
         buffers = self.buffers()
-        if sentinel:
-            for buffer in buffers:
-                buffer[:] = SENTINEL
         lost: dict[str, TransportError] = {}
 
         def heads(lists: Sequence[Prepared]) -> None:
@@ -279,7 +249,7 @@ class Reader:
         def landed(k: int) -> None:
             if verifier is not None:
                 if k == 0:
-                    roots = {name: manifest.slot(name).digest_root for name in self._holders}
+                    roots = {r.slot: r.digest_root for r in manifest.slots}
                     known = {name: self.digests(name) for name in self._holders if name not in lost}
                     verifier.trust(known, roots)
                 verifier.check_wave(k, staging, buffers, lost=frozenset(lost))
@@ -389,40 +359,13 @@ class Reader:
         while self._bindings:
             self._bindings.popitem()[1].close()
 
-    @staticmethod
-    def _check_regions(record: SlotRecord, plan: Plan, holder: str) -> None:
-        index = [h.name for h in plan.holders].index(holder)
-        expected = np.asarray(plan.region_bytes[index])
-        if record.region_bytes.shape != expected.shape or bool((record.region_bytes != expected).any()):
-            raise RefitError(
-                f"holder {holder!r}: its version names regions of {record.region_bytes.tolist()} bytes, its table "
-                f"{expected.tolist()}"
-            )
-
-    def _prepare_meta(self, record: SlotRecord, made: Bound) -> None:
-        meta = self._meta
-        if meta is None:
-            return
-        peer = self.links.peer(record.slot)
-
-        def one(region: int, local: U8) -> Prepared:
-            remote = np.array([[record.region_bases[region], local.nbytes, record.device]], np.uint64)
-            here = np.array([[local.ctypes.data, local.nbytes, 0]], np.uint64)
-            return self._transport.prepare(peer, here, remote)
-
-        if record.header_region >= 0:
-            made.before.append(one(record.header_region, meta.buffers[f"before\0{record.slot}"]))
-            made.after.append(one(record.header_region, meta.buffers[f"after\0{record.slot}"]))
-        digests = meta.buffers[f"digests\0{record.slot}"]
-        if record.digest_region >= 0 and digests.nbytes:
-            made.beside.append(one(record.digest_region, digests))
-
     def _headers(self, when: str, manifest: Manifest, lost: Mapping[str, object]) -> dict[str, Header]:
         out: dict[str, Header] = {}
         if self._meta is None:
             return out
+        by_slot = {record.slot: record for record in manifest.slots}
         for name in self._holders:
-            if name in lost or manifest.slot(name).header_region < 0:
+            if name in lost or by_slot[name].header_region < 0:
                 continue
             header = Header.parse(self._meta.buffers[f"{when}\0{name}"].tobytes(), holder=name)
             header.require(holder=name, epoch=manifest.version.epoch, step=manifest.version.step)

@@ -195,8 +195,8 @@ class Workbench:
         left_out = [name for name in getattr(self.engine, "must_write", ()) if name not in written]
         if left_out:
             raise RefitError(
-                f"member {self.settings.member!r}: parameter {left_out[0]!r} ({len(left_out)} such) is not part of this "
-                f"refit, but {type(self.engine).__name__} keeps no load layout: each refit must write them all"
+                f"member {self.settings.member!r}: parameter {left_out[0]!r} ({len(left_out)} such) is not part of "
+                f"this refit, but {type(self.engine).__name__} keeps no load layout: each refit must write them all"
             )
         if planned.seeded and quarantined:
             raise QuarantinedError(

@@ -424,6 +424,44 @@ def test_a_failing_read_installs_nothing_even_over_a_sentinel(monkeypatch: pytes
         assert not cluster.leftovers()
 
 
+def test_bytes_that_were_never_delivered_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debug mode: a transport that says that it read and has not is found out, even with digests off."""
+    import dataclasses
+
+    from reshard.refit import reader as reader_module
+
+    monkeypatch.setenv("RESHARD_DEBUG_SENTINEL", "1")
+    engine = ArrayEngine({"w": np.zeros((64, 4), np.float32), "v": np.zeros(4, np.float32)})
+    model = {"w": np.ones((64, 4), np.float32), "v": np.ones(4, np.float32)}
+    with Cluster(1, engines=[engine], receiver_settings={"verify": "off"}) as cluster:
+        cluster.publish(0, model)
+        cluster.refit_ok(0)
+        real = reader_module.read_waves
+
+        def lying(transport: object, waves: list[list[object]], *args: object, **more: object) -> object:
+            moved = [p for wave in waves for p in wave if p.nbytes > 64]  # type: ignore[attr-defined]
+            totals = real(transport, [[p for p in w if p not in moved] for w in waves], *args, **more)  # type: ignore[arg-type]
+            return dataclasses.replace(totals, nbytes=totals.nbytes + sum(p.nbytes for p in moved))  # type: ignore[attr-defined]
+
+        monkeypatch.setattr(reader_module, "read_waves", lying)
+        (error,) = cluster.refit(0)
+        assert isinstance(error, VerificationError)
+        assert "'w': 1024 bytes from byte 0 on still hold the sentinel 0xA5" in str(error)
+        assert engine["w"].tolist() == model["w"].tolist()
+
+
+@pytest.mark.parametrize("install", ["shadow", "stream"])
+def test_the_sentinel_keeps_what_a_refit_does_not_write(install: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from reshard.refit.engines.arrays import take
+
+    monkeypatch.setenv("RESHARD_DEBUG_SENTINEL", "1")
+    engine = ArrayEngine({"w": np.full((4, 2), 7, np.float32)}, layout={"w": [take("w", np.s_[0:2], into=np.s_[1:3])]})
+    with Cluster(1, engines=[engine], receiver_settings={"install": install}) as cluster:
+        cluster.publish(0, {"w": np.zeros((4, 2), np.float32)})
+        cluster.refit_ok(0)
+        assert engine["w"].tolist() == [[7, 7], [0, 0], [0, 0], [7, 7]]
+
+
 def test_one_buffer_waits_for_its_readers_or_skips() -> None:
     settings = {"buffers": 1}
     with tp_cluster(publisher_settings=settings) as cluster:
