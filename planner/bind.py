@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _PIECE_RUNS: Final = 1 << 14
 _MIN_GROUP: Final = 8
+_NONE: Final[UInt64] = np.zeros((0, 0), np.uint64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,10 +62,13 @@ class BoundPlan:
         By wave, then by holder (only holders with rows in that wave).
     local_memory : str
         Memory kind of buffers and staging.
+    tables : tuple of (uint64[M, 3 or 5], uint64[M, 3 or 5])
+        Local and remote rows of each of `Plan.holders`, of all waves; `waves` are views of them.
     """
 
     waves: tuple[tuple[PeerRows, ...], ...]
     local_memory: str
+    tables: tuple[tuple[UInt64, UInt64], ...]
 
 
 def _bases(values: UInt64, n: int, what: str) -> UInt64:
@@ -106,6 +110,7 @@ def bind_plan(
     strided: bool,
     local_device: int,
     local_memory: str,
+    into: BoundPlan | None = None,
 ) -> BoundPlan:
     """See `Plan.bind`."""
     missing = [h.name for h in plan.holders if h.name not in source_bases]
@@ -125,17 +130,26 @@ def bind_plan(
         _check_range(bases[: len(region_bytes)], region_bytes, f"holder {holder.name!r}: region")
         remote.append(bases)
     waves: list[list[PeerRows]] = [[] for _ in range(plan.n_waves)]
-    table = _strided_rows if strided else _flat_rows
-    for holder, bases, made in zip(plan.holders, remote, plan.wire(), strict=True):
+    tables: list[tuple[UInt64, UInt64]] = []
+    for h, (holder, bases, made) in enumerate(zip(plan.holders, remote, plan.wire(), strict=True)):
         rows, start = made.rows, made.wave_start
         src = bases.view(np.int64)[rows.region] + rows.src_offset_bytes
         dst = local.view(np.int64)[rows.dst_buffer] + rows.dst_offset_bytes
-        near, far, n_rows = table(rows, dst, src, local_device, holder.device)
+        if strided:
+            near, far, n_rows = _strided_rows(rows, dst, src, local_device, holder.device)
+        else:
+            n_rows = rows.count
+            total = int(n_rows.sum())
+            near, far = into.tables[h] if into is not None and h < len(into.tables) else (_NONE, _NONE)
+            if near.shape != (total, 3):
+                near, far = np.empty((total, 3), np.uint64), np.empty((total, 3), np.uint64)
+            _flat_rows(rows, near.view(np.int64), dst, far.view(np.int64), src, local_device, holder.device)
+        tables.append((near, far))
         cuts = np.append(0, np.cumsum(n_rows))[start].tolist()
         for wave in np.flatnonzero(np.diff(start)).tolist():
             here = slice(cuts[wave], cuts[wave + 1])
             waves[wave].append(PeerRows(holder, holder.memory, near[here], far[here]))
-    return BoundPlan(tuple(tuple(peers) for peers in waves), local_memory)
+    return BoundPlan(tuple(tuple(peers) for peers in waves), local_memory, tuple(tables))
 
 
 def _strided_rows(
@@ -170,38 +184,34 @@ def _strided_rows(
 
 
 def _flat_rows(
-    rows: WireRows, dst: Int64, src: Int64, dst_device: int, src_device: int
-) -> tuple[UInt64, UInt64, Int64]:
-    """Tables of three columns, one row a run, expanded in pieces that stay in the cache; and runs by row.
+    rows: WireRows, local: Int64, dst: Int64, remote: Int64, src: Int64, dst_device: int, src_device: int
+) -> None:
+    """Write tables of three columns, one row a run, in pieces that stay in the cache.
 
     Rows of one shape lie side by side (they come from one template): their expansion is one pattern, written
     row by row, plus each row's address. Rows of mixed shapes go through differences and a running sum.
     """
-    total = int(rows.count.sum())
-    local, remote = np.empty((total, 3), np.int64), np.empty((total, 3), np.int64)
-    if total == len(rows):
+    if len(local) == len(rows):
         for table, address, device in ((local, dst, dst_device), (remote, src, src_device)):
             table[:, 0], table[:, 1], table[:, 2] = address, rows.run_bytes, device
-        return local.view(np.uint64), remote.view(np.uint64), rows.count
+        return
     columns = (rows.count, rows.run_bytes, rows.src_stride_bytes, rows.dst_stride_bytes)
     new = np.zeros(len(rows), np.bool_)
     new[:1] = True
     for column in columns:
         new[1:] |= column[1:] != column[:-1]
     begin = np.flatnonzero(new)
-    ends = np.append(begin[1:], len(rows))
     if len(begin) * _MIN_GROUP > len(rows) + _MIN_GROUP:
         _mixed_runs(rows, local, dst, rows.dst_stride_bytes, dst_device)
         _mixed_runs(rows, remote, src, rows.src_stride_bytes, src_device)
-        return local.view(np.uint64), remote.view(np.uint64), rows.count
+        return
     at = 0
-    for a, b in zip(begin.tolist(), ends.tolist(), strict=True):
+    for a, b in zip(begin.tolist(), [*begin[1:].tolist(), len(rows)], strict=True):
         count, n_bytes = int(rows.count[a]), int(rows.run_bytes[a])
         stop = at + count * (b - a)
         _equal_runs(local[at:stop], dst[a:b], count, n_bytes, int(rows.dst_stride_bytes[a]), dst_device)
         _equal_runs(remote[at:stop], src[a:b], count, n_bytes, int(rows.src_stride_bytes[a]), src_device)
         at = stop
-    return local.view(np.uint64), remote.view(np.uint64), rows.count
 
 
 def _equal_runs(out: Int64, address: Int64, count: int, n_bytes: int, stride: int, device: int) -> None:

@@ -279,6 +279,7 @@ class Plan:
         strided: bool = False,
         local_device: int = 0,
         local_memory: str = "dram",
+        into: BoundPlan | None = None,
     ) -> BoundPlan:
         """Absolute descriptor rows for one set of base addresses.
 
@@ -295,6 +296,9 @@ class Plan:
             device).
         local_device, local_memory
             Where buffers and staging are.
+        into : BoundPlan, optional
+            An earlier binding that nobody uses any more: its tables of three columns are written over, which spares
+            the pages of new ones.
 
         Raises
         ------
@@ -311,6 +315,7 @@ class Plan:
             strided=strided,
             local_device=local_device,
             local_memory=local_memory,
+            into=into,
         )
 
 
