@@ -540,6 +540,7 @@ class RendezvousMachine(RuleBasedStateMachine):
             next(self.ids), next(self.ids),
         )  # fmt: skip
         open_txn = self.current(group)
+        forgettable = {txn.id for txn in self.transactions.values() if txn.group == group and self.may_be_unknown(txn)}
         try:
             answer = self.run(lambda view: transactions.join(view, wish))
         except RendezvousError as error:
@@ -559,6 +560,9 @@ class RendezvousMachine(RuleBasedStateMachine):
             self.check_pending_join(wish, open_txn)
         else:
             self.check_granted_join(wish, open_txn, answer)
+            if answer.transaction == wish.new_transaction:
+                kept = {txn.id for txn in self.records(Transaction)}
+                assert not kept & forgettable, "what nobody may ask for any more is kept"
 
     def check_refused_join(self, wish: Join, open_txn, error: RendezvousError) -> None:
         if not self.alive(wish.worker_id):
@@ -634,9 +638,18 @@ class RendezvousMachine(RuleBasedStateMachine):
         self.leases[answer.lease_id] = ShadowLease(uid, self.now + LEASE_S)
         self.last_joined[wish.group, wish.member] = txn.seq
 
-    @rule(group=st.sampled_from(sorted(GROUPS)), how_far=st.integers(0, 3), loss=st.sampled_from([False, False, True]))
-    def refit(self, group: str, how_far: int, loss: bool) -> None:
+    @rule(
+        group=st.sampled_from(sorted(GROUPS)),
+        how_far=st.sampled_from([3, 3, 3, 2, 1, 0]),
+        loss=st.sampled_from([False] * 5 + [True]),
+        rounds=st.sampled_from([1, 1, 4]),
+    )
+    def refit(self, group: str, how_far: int, loss: bool, rounds: int) -> None:
         """The good way of a whole group: all join, vote yes and install; a publisher may die meanwhile."""
+        for _ in range(rounds):
+            self.refit_once(group, how_far, loss)
+
+    def refit_once(self, group: str, how_far: int, loss: bool) -> None:
         if not self.offered() and how_far:
             self.publish_a_whole_version()
         open_txn = self.current(group)
