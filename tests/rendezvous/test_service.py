@@ -21,6 +21,7 @@ from tests.rendezvous.conftest import RedisServer
 from tests.rendezvous.support import MODEL, make_part, make_record, publish, receiver, trainer, wait
 
 from reshard.planner.errors import MissingDependencyError
+from reshard.rendezvous import state
 from reshard.rendezvous.aio import AsyncRendezvous
 from reshard.rendezvous.client import Rendezvous
 from reshard.rendezvous.errors import (
@@ -31,6 +32,7 @@ from reshard.rendezvous.errors import (
     RendezvousUnavailableError,
 )
 from reshard.rendezvous.exposure import is_loopback
+from reshard.rendezvous.records import model_key
 from reshard.rendezvous.service import Server, serve
 from reshard.rendezvous.types import Decision, TLSFiles, VersionKey, WorkerInfo
 
@@ -442,6 +444,69 @@ def test_many_writers_on_two_servers_lose_nothing(two_servers: tuple[Rendezvous,
     manifest = wait(two_servers[0], "r0", receiver(two_servers[1], "r0"), ("r0",))
     assert manifest.version.step == 2
     assert [record.slot for record in manifest.slots] == slots
+
+
+class DeafRelay:
+    """A TCP relay whose connections can go silent without ending, as behind a lost NAT entry."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._hearing = asyncio.Event()
+        self._hearing.set()
+
+    async def serve(self) -> asyncio.Server:
+        return await asyncio.start_server(self._relay, "127.0.0.1", 0)
+
+    def deafen(self) -> None:
+        """Silence the connections there are; new ones hear."""
+        self._hearing.clear()
+        self._hearing = asyncio.Event()
+        self._hearing.set()
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", self._port)
+        hearing = self._hearing
+        try:
+            await asyncio.gather(self._pump(reader, back, hearing), self._pump(there, writer, hearing))
+        except (OSError, asyncio.CancelledError):
+            pass
+        finally:
+            back.close()
+            writer.close()
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, hearing: asyncio.Event) -> None:
+        while data := await source.read(65536):
+            await hearing.wait()
+            sink.write(data)
+            await sink.drain()
+        sink.close()
+
+
+@pytest.mark.redis
+def test_a_silent_subscription_is_noticed_and_renewed(
+    redis_process: RedisServer, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from reshard.rendezvous import redis_store
+
+    monkeypatch.setattr(redis_store, "_CALL_S", 0.5)
+
+    async def hear() -> bool:
+        relay = DeafRelay(redis_process.port)
+        server = await relay.serve()
+        port = server.sockets[0].getsockname()[1]
+        store = await redis_store.RedisStore.open(f"redis://127.0.0.1:{port}/0")
+        other = await redis_store.RedisStore.open(redis_url)
+        try:
+            async with store.watch() as watch:
+                relay.deafen()
+                await other.run(lambda view: state.open_epoch(view, MODEL, "run"))
+                return await watch.changed([str(model_key(MODEL))], 20.0)
+        finally:
+            await store.close()
+            await other.close()
+            server.close()
+
+    assert asyncio.run(asyncio.wait_for(hear(), 40.0))
 
 
 async def refit_async(client: AsyncRendezvous) -> Decision:
