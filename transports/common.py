@@ -295,11 +295,11 @@ class CommonTransport(Holding):
         stopped = self._driver.close(CLOSE_S)
         with self._moved:
             stop = time.monotonic() + CLOSE_S
-            while self._n_native and (left := stop - time.monotonic()) > 0:
+            while (self._n_native or self._n_releasing) and (left := stop - time.monotonic()) > 0:
                 self._pause(left)
             self._closed = True
             self._moved.notify_all()
-            if self._poisoned or not stopped or self._n_native:
+            if self._poisoned or not stopped or self._n_native or self._n_releasing:
                 _IMMORTAL.append((self, self._ledger.all_entries(), list(self._poisoned)))
                 return
             for entry in self._ledger.take_all():

@@ -70,6 +70,18 @@ class Holding(Hooks):
                 self._n_native -= 1
                 self._moved.notify_all()
 
+    @contextlib.contextmanager
+    def _releasing(self) -> Iterator[None]:
+        """Count a thread that gives something back: the end does not come under it."""
+        with self._lock:
+            self._n_releasing += 1
+        try:
+            yield
+        finally:
+            with self._moved:
+                self._n_releasing -= 1
+                self._moved.notify_all()
+
     def _pause(self, seconds: float) -> None:
         """Sleep, under the lock, until something ends or time is up."""
         self._n_waiting += 1
@@ -117,6 +129,10 @@ class Holding(Hooks):
 
     def close_peer(self, peer: ConnectedPeer) -> None:
         """Disconnect; called by `ConnectedPeer.close`."""
+        with self._releasing():
+            self._close_peer(peer)
+
+    def _close_peer(self, peer: ConnectedPeer) -> None:
         with self._lock:
             if peer.closed:
                 return
@@ -125,7 +141,7 @@ class Holding(Hooks):
                 del self._peers[peer.name]
             lists = list(peer.lists)
         for prepared in lists:
-            self.close_list(prepared)
+            self._close_list(prepared)
         with self._lock:
             active = [transfer for transfer in self._active if transfer.prepared.peer is peer]
         if active:  # of lists that other threads are closing
@@ -214,6 +230,10 @@ class Holding(Hooks):
 
     def close_list(self, prepared: PreparedList) -> None:
         """Free a list; called by `PreparedList.close`."""
+        with self._releasing():
+            self._close_list(prepared)
+
+    def _close_list(self, prepared: PreparedList) -> None:
         with self._lock:
             if prepared.closed:
                 return

@@ -48,6 +48,7 @@ class Hooks(ABC):
         self._epoch = 0
         self._n_rebuilding = 0
         self._n_native = 0
+        self._n_releasing = 0
         self._n_waiting = 0
         self._closing = False
         self._closed = False
