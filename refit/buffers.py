@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.refit.cells import CellGrid
-from reshard.refit.digests import DIGEST_BYTES, digest_into
+from reshard.refit.digests import DIGEST_BYTES, digest_many
 from reshard.refit.header import HEADER_BYTES, SeqLock
 
 if TYPE_CHECKING:
@@ -73,9 +73,7 @@ class PublishBuffer:
     def digest(self, grid: CellGrid) -> U64:
         """Digest every cell of the data into the digest region; returns uint64[n_cells, 2]."""
         out = self.digests[: len(grid)]
-        data = self.data
-        for i, (at, size) in enumerate(zip(grid.offset_bytes.tolist(), grid.nbytes.tolist(), strict=True)):
-            digest_into(data[at : at + size], grid.tags[i], out[i])
+        digest_many(self.data, grid.offset_bytes, grid.nbytes, grid.tags, out)
         return out
 
     def close(self) -> None:

@@ -22,7 +22,9 @@ This module is the NumPy form; `reshard.refit.digests_torch` and `reshard.refit.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 
 import numpy as np
@@ -30,10 +32,22 @@ import numpy.typing as npt
 
 from reshard.planner.dtypes import dtype as parse_dtype
 
-__all__ = ["CELL_BYTES", "DIGEST_BYTES", "SEEDS", "cell_tag", "digest_bytes", "digest_into", "root_of", "weights"]
+__all__ = [
+    "CELL_BYTES",
+    "DIGEST_BYTES",
+    "SEEDS",
+    "cell_tag",
+    "digest_bytes",
+    "digest_into",
+    "digest_many",
+    "root_of",
+    "weights",
+    "worker_threads",
+]
 
 U64 = npt.NDArray[np.uint64]
 U8 = npt.NDArray[np.uint8]
+Int64 = npt.NDArray[np.int64]
 
 CELL_BYTES = 1 << 20
 """Most bytes of one cell."""
@@ -110,6 +124,38 @@ def digest_into(data: U8, tag: Sequence[int] | U64, out: U64) -> None:
             sums[k] += tail * int(weights(seed)[whole // 4])
     out[0] = sums[0] & 0xFFFFFFFFFFFFFFFF
     out[1] = sums[1] & 0xFFFFFFFFFFFFFFFF
+
+
+def digest_many(data: U8, offset_bytes: Int64, nbytes: Int64, tags: U64, out: U64) -> None:
+    """Digest many cells of one buffer, on as many threads as there are CPUs and work.
+
+    Parameters
+    ----------
+    data
+        uint8 of shape (n,), contiguous.
+    offset_bytes, nbytes : int64[n_cells]
+        Where the cells lie.
+    tags, out : uint64[n_cells, 2]
+        What `cell_tag` says of each; the digests, written.
+    """
+    cells = list(zip(offset_bytes.tolist(), nbytes.tolist(), range(len(nbytes)), strict=True))
+    n_threads = worker_threads(int(nbytes.sum()))
+
+    def work(share: list[tuple[int, int, int]]) -> None:
+        for at, size, i in share:
+            digest_into(data[at : at + size], tags[i], out[i])
+
+    if n_threads == 1:
+        work(cells)
+        return
+    with ThreadPoolExecutor(n_threads, thread_name_prefix="reshard-digest") as pool:
+        # list() so that what a thread raises is raised here
+        list(pool.map(work, (cells[k::n_threads] for k in range(n_threads))))
+
+
+def worker_threads(nbytes: int) -> int:
+    """How many threads digesting ``nbytes`` is worth: one for each 8 MiB, at most 8 and one a CPU."""
+    return max(1, min(len(os.sched_getaffinity(0)), 8, nbytes >> 23))
 
 
 def digest_bytes(data: U8, dtype: str, shape: Sequence[int]) -> bytes:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from reshard.planner import Holder, Shard, ShardPart
 from reshard.refit.cells import CellGrid
 from reshard.refit.deadline import Deadline
-from reshard.refit.digests import digest_into, root_of
+from reshard.refit.digests import digest_many, root_of
 from reshard.refit.errors import PublishError
 from reshard.refit.header import HEADER_BYTES, SeqLock
 from reshard.refit.layout import replica_groups, synchronize
@@ -144,10 +144,9 @@ class InPlacePublisher:
         if self._digests:
             out = self._digest_memory[: len(self._grid)]
             for row, view in enumerate(self._views):
-                first = int(self._part.offset_bytes[row])
-                for i in range(int(self._grid.first[row]), int(self._grid.first[row + 1])):
-                    at = int(self._grid.offset_bytes[i]) - first
-                    digest_into(view[at : at + int(self._grid.nbytes[i])], self._grid.tags[i], out[i])
+                cells = slice(int(self._grid.first[row]), int(self._grid.first[row + 1]))
+                within = self._grid.offset_bytes[cells] - self._part.offset_bytes[row]
+                digest_many(view, within, self._grid.nbytes[cells], self._grid.tags[cells], out[cells])
             root = root_of(out)
             roots = {str(g): root_of(out[cells], key) for g, (cells, key) in self._groups.items()}
         self._counters = self._versions()

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -89,13 +89,18 @@ def topology_digest(
     return hasher.digest()
 
 
-def manifest_of(sources: ShardTable) -> list[SourceTensor]:
-    """The published tensors, as a capture sees them."""
+def manifest_of(sources: ShardTable, aliases: Mapping[str, str] | None = None) -> list[SourceTensor]:
+    """The published tensors, as a capture sees them; an alias of one is shown too, unless it is published itself."""
     table = sources.tensors
-    return [
+    shown = [
         SourceTensor(name, table.dtype_label(i), table.shape_of(i), table.axes.get(i))
         for i, name in enumerate(table.names_list)
     ]
+    by_name = {source.name: source for source in shown}
+    for alias, name in sorted((aliases or {}).items()):
+        if alias not in by_name and name in by_name:
+            shown.append(replace(by_name[name], name=alias))
+    return shown
 
 
 def plan_refit(
@@ -138,7 +143,9 @@ def plan_refit(
     _check_gate(record, gate)
     names = sources.tensors.names_list
     left_out = [n for n in names if only and not any(fnmatchcase(n, p) for p in only)]
-    consumed = tuple(sorted({*captured.consumed, *left_out}))
+    published = set(names)
+    taken = {n if n in published else options.aliases.get(n, n) for n in captured.consumed}
+    consumed = tuple(sorted({*taken, *left_out}))
     return Planned(made, captured, sources, record, consumed, seeded, tuple(MATERIALISED + n for n in staged), topology)
 
 

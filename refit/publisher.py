@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from reshard.planner import Holder
 from reshard.refit.buffers import DIGESTS, HEADER, PublishBuffer, digest_region_bytes
@@ -84,6 +85,9 @@ class Publisher:
         version.
     digests
         Whether cell digests are published.
+    aliases
+        Name -> name of tensors with equal content (tied weights); compared, by digest, at each `publish` that holds
+        both.
     cut_hints
         Lay the buffer out by the receivers' cut hints of the ``layout_epoch`` that `publish` is given.
     layout, claim
@@ -105,6 +109,7 @@ class Publisher:
         buffers: int = 2,
         on_busy: Literal["wait", "skip"] = "wait",
         digests: bool = True,
+        aliases: Mapping[str, str] | None = None,
         cut_hints: bool = False,
         layout: str = "default",
         claim: str = "",
@@ -120,6 +125,7 @@ class Publisher:
         self._transport, self._rendezvous = transport, rendezvous
         self._rule = WireRule(wire_dtype, tuple(wire_dtype_exceptions))
         self._n_buffers, self._on_busy, self._digests = buffers, on_busy, digests
+        self._aliases = dict(aliases or {})
         self._cut_hints = cut_hints
         self._hints: tuple[int, Cuts] = (0, {})
         self._layout_name, self._claim = layout, claim
@@ -208,6 +214,7 @@ class Publisher:
         if self._digests:
             digests = buffer.digest(layout.grid)
             root, roots = root_of(digests), layout.roots(digests)
+            self._check_aliases(layout, digests)
         lap("digest")
         buffer.seqlock.commit(epoch, step)
         buffer.uid = self._offering.offer(
@@ -283,6 +290,16 @@ class Publisher:
         """End the version in ``buffer``."""
         self._offering.end(buffer.uid, deadline)
         buffer.uid = ""
+
+    def _check_aliases(self, layout: PackedLayout, digests: npt.NDArray[np.uint64]) -> None:
+        """Refuse a version in which tensors declared equal are not."""
+        for one, other in sorted(self._aliases.items()):
+            a, b = layout.cells_of(one), layout.cells_of(other)
+            for box in sorted(a.keys() & b.keys()):
+                if not np.array_equal(digests[a[box]], digests[b[box]]):
+                    raise PublishError(
+                        f"slot {self.slot!r}: tensors {one!r} and {other!r} are declared equal and differ in box {box}"
+                    )
 
     def _cuts_of(self, layout_epoch: int, deadline: Deadline) -> Cuts:
         """The receivers' cut hints of a layout epoch, merged; none for epoch 0."""

@@ -24,7 +24,7 @@ from reshard.planner.errors import format_box
 from reshard.refit.arena import Arena
 from reshard.refit.cells import CellGrid
 from reshard.refit.deadline import Deadline
-from reshard.refit.digests import DIGEST_BYTES, digest_into, root_of
+from reshard.refit.digests import DIGEST_BYTES, digest_many, root_of
 from reshard.refit.errors import PublishError
 from reshard.refit.header import HEADER_BYTES, SeqLock
 from reshard.refit.offering import Offering
@@ -158,8 +158,7 @@ class ServeOn:
         region_bytes = [arena.nbytes, *sizes.values()]
         part = ShardPart.from_shards(holder, shards, region_bytes, r.member, r.group)
         digests = meta.buffers["digests"].view("<u8").reshape(-1, 2)[: len(grid)]
-        for i, (at, size) in enumerate(zip(grid.offset_bytes.tolist(), grid.nbytes.tolist(), strict=True)):
-            digest_into(arena.memory[at : at + size], grid.tags[i], digests[i])
+        digest_many(arena.memory, grid.offset_bytes, grid.nbytes, grid.tags, digests)
         SeqLock(meta.buffers["header"]).commit(version.epoch, version.step)
         key = type(version)(self.model, version.epoch, version.step)
         try:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ import numpy.typing as npt
 
 from reshard.planner.dtypes import dtype_of_code
 from reshard.refit.cells import CellGrid, CellPattern, row_box, row_pattern
-from reshard.refit.digests import CELL_BYTES, digest_into, root_of
+from reshard.refit.digests import CELL_BYTES, digest_into, root_of, worker_threads
 from reshard.refit.errors import UnverifiedError, VerificationError
 
 if TYPE_CHECKING:
@@ -331,7 +330,7 @@ class Verifier:
         if not todo:
             return
         since = time.perf_counter()
-        n_threads = min(os.cpu_count() or 1, 8, 1 + sum(c.nbytes for c in todo) // (8 << 20))
+        n_threads = worker_threads(sum(c.nbytes for c in todo))
         shares = [todo[i::n_threads] for i in range(n_threads)]
         if n_threads == 1:
             failed = [self._failures(todo, staging, buffers)]

@@ -118,7 +118,7 @@ class Workbench:
             return self.planned, False
         parts = self.tables(manifest, deadline)
         sources = with_holders(manifest, parts)
-        whole = manifest_of(sources)
+        whole = manifest_of(sources, self.settings.options.aliases)
         sources = sources.replace(removed=sorted(without & set(sources.by_name)))
         clock.enter("capture")
         captured = self.engine.capture(whole)

@@ -16,6 +16,7 @@ from reshard.refit.engines.loader import LoaderEngine
 from reshard.refit.engines.torch_module import TorchModuleEngine
 from reshard.refit.errors import (
     HolderLostError,
+    PublishError,
     QuarantinedError,
     RefitAborted,
     RefitError,
@@ -331,3 +332,24 @@ def test_tied_heads() -> None:
         cluster.publishers[0].publish(epoch=0, step=0, tensors=local_tensors(both), timeout_s=TIMEOUT_S)
         cluster.refit_ok(0)
         assert apart.head.tolist() == source["embed"].tolist()
+
+
+def test_an_alias_is_one_pull_and_checked_where_both_are_published() -> None:
+    """N9: declared and missing; declared and equal; declared and different."""
+    source = {"embed": np.arange(8, dtype=np.float32).reshape(4, 2)}
+    both = {**source, "head": source["embed"].copy()}
+    engine = ArrayEngine({"embed": np.zeros((4, 2), np.float32), "head": np.zeros((4, 2), np.float32)})
+    settings = {"options": PlanOptions(aliases={"head": "embed"}), "require_full_coverage": True}
+    publishing = {"aliases": {"head": "embed"}}
+    with Cluster(1, engines=[engine], receiver_settings=settings, publisher_settings=publishing) as cluster:
+        cluster.publish(0, source)
+        (report,) = cluster.refit_ok(0)
+        assert engine["head"].tolist() == engine["embed"].tolist() == source["embed"].tolist()
+        assert report.coverage_pct == 100.0
+        publisher = cluster.publishers[0]
+        publisher.publish(epoch=0, step=1, tensors=local_tensors(both), layout_epoch=1, timeout_s=TIMEOUT_S)
+        cluster.refit_ok(1)
+        both["head"][1, 1] += 1
+        with pytest.raises(PublishError, match="'head' and 'embed' are declared equal and differ"):
+            publisher.publish(epoch=0, step=2, tensors=local_tensors(both), layout_epoch=1, timeout_s=TIMEOUT_S)
+        assert engine["head"].tolist() == source["embed"].tolist()
