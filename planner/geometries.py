@@ -127,6 +127,11 @@ class GeometryDict:
         return column(out, "volume")
 
     @cached_property
+    def has_empty(self) -> bool:
+        """Some box has no element."""
+        return bool((self.volume == 0).any())
+
+    @cached_property
     def digest(self) -> bytes:
         """32 bytes that address the content."""
         hasher = hashlib.sha256(b"reshard.GeometryDict.1\0")

@@ -13,6 +13,7 @@ strided view.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -229,7 +230,14 @@ def _periods(buffer: Int64, matched: list[_Match], n_coordinates: int) -> list[I
             here = (m.dim == e) & (m.step > 1)
             pairs = np.unique(np.stack([buffer[here], m.step[here]]), axis=1)
             for b, step in pairs.T.tolist():
-                period[b] = min(int(np.lcm(period[b], step)), _MAX_BOXES * step)
+                common = math.lcm(int(period[b]), step)
+                if common > _MAX_BOXES * step:
+                    raise PlanError(
+                        f"overlapping destination views step by {step} and {int(period[b])}: over {_MAX_BOXES} boxes",
+                        got=common,
+                        expected=_MAX_BOXES * step,
+                    )
+                period[b] = common
         out.append(period)
     return out
 

@@ -57,10 +57,9 @@ def needed_rows(part: ShardPart, id_map: Int64 | None, number: Int64 | None) -> 
         tensor = id_map[tensor]
     elif number is not None:
         tensor = number[tensor]
-    volume = part.geometries.volume
     keep: Bool | None = tensor >= 0 if number is not None else None
-    if len(volume) and int(volume.min()) == 0:
-        alive = volume[part.geometry_id] > 0
+    if part.geometries.has_empty:
+        alive = part.geometries.volume[part.geometry_id] > 0
         keep = alive if keep is None else keep & alive
     if keep is not None and not keep.all():
         rows = np.flatnonzero(keep)

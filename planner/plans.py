@@ -247,7 +247,7 @@ class Plan:
         hasher = hashlib.sha256(b"reshard.Plan.1\0")
         for part in self.sources.parts:
             h = part.holder
-            hasher.update(f"{h.name}\0{h.host}\0{h.memory}\0{h.device}\0".encode())
+            hasher.update(repr((h.name, h.host, h.memory, h.device)).encode())
             hasher.update(part.digest)
         hasher.update(self.reads.digest)
         o = self.options

@@ -60,6 +60,13 @@ class Holder:
                 expected=("dram", "vram"),
                 where=self.name,
             )
+        if not 0 <= self.device < 1 << 31:
+            raise TableError(
+                f"holder {self.name!r}: device {self.device}; expected 0 to 2**31",
+                got=self.device,
+                expected=0,
+                where=self.name,
+            )
 
 
 @dataclass(frozen=True, slots=True)
