@@ -1,6 +1,6 @@
 """The rendezvous' wire form and calls, side by side with ModelExpress 0.7.0 and with bare gRPC.
 
-    python -m benchmarks.rendezvous [wire] [warm] [cold] [--json FILE]
+    python -m benchmarks.rendezvous [wire] [warm] [cold] [--json FILE] [--results FILE]
 
 1. `wire`: one source of 4,922 entries (Qwen3-30B-A3B on 16 Megatron ranks, a router bias per layer), with addresses
 filled front
@@ -23,6 +23,7 @@ import asyncio
 import gc
 import json
 import os
+import platform
 import re
 import statistics
 import subprocess
@@ -34,6 +35,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+from benchmarks.report import Section, fmt, write_section
 from benchmarks.workloads import ALIGN_BYTES, Sources, Spec, fsdp, megatron, shard_table, specs
 
 from reshard.planner.shards import ShardPart
@@ -48,9 +50,15 @@ MODEL = "qwen3-30b-a3b"
 Report = dict[str, object]
 
 
+def spread_ms(run: Callable[[], object], rounds: int) -> dict[str, float]:
+    """Median and best milliseconds; the collector is off, as in timeit."""
+    taken = [timed_ms(run) for _ in range(rounds)]
+    return {"median": statistics.median(taken), "best": min(taken)}
+
+
 def median_ms(run: Callable[[], object], rounds: int) -> float:
-    """Median milliseconds; the collector is off, as in timeit."""
-    return statistics.median(timed_ms(run) for _ in range(rounds))
+    """Median milliseconds."""
+    return spread_ms(run, rounds)["median"]
 
 
 def timed_ms(run: Callable[[], object]) -> float:
@@ -126,11 +134,11 @@ def bench_wire(rounds: int) -> Report:
         report[f"{label}_bytes"] = {"names": len(blobs[0]), "geometry": len(blobs[1]), "rows": len(blobs[2]),
                                     "all": sum(map(len, blobs))}  # fmt: skip
         dicts = decode_dicts(table, blobs)
-        report[f"{label}_decode_rows_ms"] = median_ms(lambda b=blobs, t=table, d=dicts: decode_rows(t, b, d), rounds)
-        report[f"{label}_decode_all_ms"] = median_ms(
+        report[f"{label}_decode_rows_ms"] = spread_ms(lambda b=blobs, t=table, d=dicts: decode_rows(t, b, d), rounds)
+        report[f"{label}_decode_all_ms"] = spread_ms(
             lambda b=blobs, t=table: decode_rows(t, b, decode_dicts(t, b)), rounds
         )
-        report[f"{label}_encode_ms"] = median_ms(lambda t=table: encode(t), 5)
+        report[f"{label}_encode_ms"] = spread_ms(lambda t=table: encode(t), 5)
     parts = shard_table(fsdp(specs(MODEL), 16)).parts
     encoded = [encode(p) for p in parts]
 
@@ -153,7 +161,7 @@ def bench_wire(rounds: int) -> Report:
         "entries": sum(len(p) for p in parts),
         "bytes_all": sum(distinct.values()) + rows_bytes,
         "bytes_but_names": rows_bytes,
-        "decode_merge_ms": median_ms(ours, rounds),
+        "decode_merge_ms": spread_ms(ours, rounds),
     }
     try:
         import modelexpress.refit.reshard.rendezvous as theirs
@@ -412,13 +420,80 @@ async def cold(address: str, pid: int, n: int) -> Report:
     }
 
 
+def sections(report: Report) -> list[Section]:
+    """The report as tables: what was measured, what the issue asks for, what the ancestor does."""
+    made = []
+    wire, warm_run, cold_run = (report.get(name) for name in ("wire", "warm", "cold"))
+    if isinstance(wire, dict):
+        theirs = wire["ancestor"] if isinstance(wire["ancestor"], dict) else {}
+        section = Section("Wire form")
+        fsdp16 = wire["fsdp16"]
+
+        def row(what: str, ours: float, target: str, other: str) -> list[str]:
+            value = theirs.get(other) if other else None
+            return [what, fmt(ours), target, fmt(value) if value is not None else "-"]
+
+        section.table(
+            ["one source of 4,922 entries, and FSDP over 16 ranks", "here", "at most", "ModelExpress 0.7.0"],
+            [
+                row("bytes, addresses front to back", wire["bump_bytes"]["all"], "16,384", "bytes"),
+                row("bytes, addresses at random", wire["random_bytes"]["all"], "30,720", "bytes"),
+                row("of these bytes, names and geometry (sent once)",
+                    wire["bump_bytes"]["names"] + wire["bump_bytes"]["geometry"], "-", ""),
+                row("decode to checked columns, ms", wire["bump_decode_all_ms"]["median"], "1", "decode_ms"),
+                row("the same, best of all rounds, ms", wire["bump_decode_all_ms"]["best"], "-", ""),
+                row("the same, dictionaries known, ms", wire["bump_decode_rows_ms"]["median"], "1", "decode_ms"),
+                row("encode (once, by its publisher), ms", wire["bump_encode_ms"]["median"], "-", "encode_ms"),
+                row("FSDP16, 301,872 entries: bytes", fsdp16["bytes_all"], "-", "fsdp16_bytes"),
+                row("FSDP16: decode and merge, ms",
+                    fsdp16["decode_merge_ms"]["median"], "60", "fsdp16_decode_merge_ms"),
+            ],
+        )  # fmt: skip
+        if not theirs:
+            section.text(str(wire["ancestor"]))
+        made.append(section)
+    if isinstance(warm_run, dict):
+        section = Section("Warm step, 16 trainers and 16 receivers, while 256 workers heartbeat")
+        told, sizes, bare = (
+            warm_run[k] for k in ("last_publish_to_last_told_ms", "receiver_bytes", "bare_round_trip_ms")
+        )
+        section.table(
+            ["", "here", "at most"],
+            [
+                ["last publish to last receiver told, median ms", fmt(told["median"]), "10"],
+                ["the same, slowest of all steps, ms", fmt(told["max"]), "-"],
+                ["last publish to all serving, median ms", fmt(warm_run["last_publish_to_all_serving_ms"]), "-"],
+                ["message bytes of a receiver's four calls", fmt(sizes["all"]), fmt(sizes["allowed"])],
+                ["one call of the service, ms", fmt(warm_run["one_call_round_trip_ms"]), "-"],
+                ["bare grpc.aio: one call, ms", fmt(bare["unary"]), "-"],
+                ["bare grpc.aio: 16 streams answered by one event, ms", fmt(bare["16_streams"]), "-"],
+            ],
+        )
+        made.append(section)
+    if isinstance(cold_run, dict):
+        section = Section(f"Cold discovery, {cold_run['tables_each']} trainers and as many receivers in one process")
+        section.table(
+            ["", "here", "at most"],
+            [
+                ["register all and put all tables, s", fmt(cold_run["enrol_and_put_s"]), "-"],
+                ["publish until every receiver has version and tables, s", fmt(cold_run["cold_discovery_s"]), "30"],
+                ["peak memory of the server, MB", fmt(cold_run["server_peak_mb"]), "1,000"],
+                ["largest content, bytes (a message holds 1 MiB of it at most)",
+                 fmt(cold_run["largest_content_bytes"]), "4,194,304"],
+            ],
+        )  # fmt: skip
+        made.append(section)
+    return made
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("which", nargs="*", help="wire, warm, cold; all if none is named")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--steps", type=int, default=33)
     parser.add_argument("--size", type=int, default=256, help="trainers and receivers of the cold run")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--results", type=Path, help="markdown file whose section is replaced")
     args = parser.parse_args()
     which = args.which or ["wire", "warm", "cold"]
     report: Report = {}
@@ -434,6 +509,10 @@ def main() -> None:
     print(text)
     if args.json:
         args.json.write_text(text + "\n")
+    if args.results:
+        machine = f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, "
+        machine += f"NumPy {np.__version__}; load average {os.getloadavg()[0]:.1f} at the end."
+        write_section(args.results, "rendezvous", "Rendezvous", machine, sections(report))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ bytes, its bytes transposed, all columns put one after another, and the whole co
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ from reshard.rendezvous.optional import tables_pb
 if TYPE_CHECKING:
     from types import ModuleType
 
+    from zstandard import ZstdDecompressor
+
 __all__ = ["compress", "decompress", "pack_columns", "pack_names", "unpack_columns", "unpack_names"]
 
 Int64 = npt.NDArray[np.int64]
@@ -31,6 +34,21 @@ _U64 = 2**64
 
 def _zstd() -> ModuleType:
     return require("zstandard", extra="rendezvous")
+
+
+class _Contexts(threading.local):
+    """One decompression context a thread: making one costs more than a small frame."""
+
+    made: ZstdDecompressor | None = None
+
+
+_contexts = _Contexts()
+
+
+def _decompressor() -> ZstdDecompressor:
+    if _contexts.made is None:
+        _contexts.made = _zstd().ZstdDecompressor()
+    return _contexts.made
 
 
 def compress(data: bytes) -> bytes:
@@ -52,7 +70,9 @@ def decompress(field: str, frame: bytes, n_bytes: int) -> bytes:
         stated = zstd.frame_content_size(frame)
         if stated != n_bytes:
             raise InvalidRequestError(field, f"frame states {stated} bytes, its columns need {n_bytes}")
-        data: bytes = zstd.ZstdDecompressor().decompress(frame, max_output_size=max(n_bytes, 1), allow_extra_data=False)
+        data: bytes = _decompressor().decompressor.decompress(
+            frame, max_output_size=max(n_bytes, 1), allow_extra_data=False
+        )
     except zstd.ZstdError as error:
         raise InvalidRequestError(field, f"not a zstd frame: {error}") from None
     if len(data) != n_bytes:
