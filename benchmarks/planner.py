@@ -468,8 +468,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = options.sections.split(",")
     made: list[Section] = []
     if "speed" in wanted:
-        rows = [measure(w, options.reps, options.ancestor_reps, log) for w in chosen]
-        made.append(speed_section(rows, options.reps, options.ancestor_reps))
+        rows: list[Row] = []
+        so_far: list[Section] = []
+        for workload in chosen:
+            rows.append(measure(workload, options.reps, options.ancestor_reps, log))
+            # an hour's run that is cut short keeps what it has measured
+            so_far = [speed_section(rows, options.reps, options.ancestor_reps)]
+            write_section(options.out, "planner", "Planner", machine(), so_far)
+        made += so_far
     if "expansion" in wanted:
         made.append(expansion_section(options.reps, log))
     for name, section in (
