@@ -70,9 +70,7 @@ def decompress(field: str, frame: bytes, n_bytes: int) -> bytes:
         stated = zstd.frame_content_size(frame)
         if stated != n_bytes:
             raise InvalidRequestError(field, f"frame states {stated} bytes, its columns need {n_bytes}")
-        data: bytes = _decompressor().decompressor.decompress(
-            frame, max_output_size=max(n_bytes, 1), allow_extra_data=False
-        )
+        data: bytes = _decompressor().decompress(frame, max_output_size=max(n_bytes, 1), allow_extra_data=False)
     except zstd.ZstdError as error:
         raise InvalidRequestError(field, f"not a zstd frame: {error}") from None
     if len(data) != n_bytes:
