@@ -190,18 +190,22 @@ def cut_runs(rows: U64, budget_bytes: int = SLICE_BYTES) -> list[int]:
     weight = rows[:, NBYTES].astype(np.int64)
     weight += RUN_COST_BYTES
     if rows.shape[1] == 3:
-        total, ends = len(rows), np.cumsum(weight)
+        ends = np.cumsum(weight)
+        target = _targets(int(ends[-1]), budget_bytes)
+        total, cuts = len(rows), np.searchsorted(ends, target, side="right")
     else:
         count = rows[:, COUNT].astype(np.int64)
         runs, ends = np.cumsum(count), np.cumsum(weight * count)
-        total = int(runs[-1])
-    n_slices = -(-int(ends[-1]) // budget_bytes)
-    if n_slices <= 1:
-        return [0, total]
-    target = (np.arange(1, n_slices, dtype=np.int64) * int(ends[-1])) // n_slices
-    row = np.searchsorted(ends, target, side="right")
-    cuts = row if rows.shape[1] == 3 else runs[row] - (ends[row] - target + weight[row] - 1) // weight[row]
+        target = _targets(int(ends[-1]), budget_bytes)
+        row = np.searchsorted(ends, target, side="right")
+        total, cuts = int(runs[-1]), runs[row] - (ends[row] - target + weight[row] - 1) // weight[row]
     return [0, *(int(cut) for cut in np.unique(cuts) if 0 < cut < total), total]
+
+
+def _targets(whole: int, budget: int) -> npt.NDArray[np.int64]:
+    """Return where to cut ``whole`` into the fewest equal parts of at most ``budget``."""
+    n_parts = -(-whole // budget)
+    return (np.arange(1, n_parts, dtype=np.int64) * whole) // max(n_parts, 1)
 
 
 def envelopes(rows: U64, extent: U64, region: npt.NDArray[np.intp]) -> list[tuple[int, int, int]]:
