@@ -69,6 +69,7 @@ class ShadowVersion:
     key: tuple[int, int]
     slots: tuple[str, ...]
     layout_epoch: int
+    opened_at: float
     status: str = "staging"  # staging, ready, refused, closed, gone
     wanted_gone: bool = False
     filled: dict[str, SlotRecord] = dataclasses.field(default_factory=dict)
@@ -223,6 +224,12 @@ class RendezvousMachine(RuleBasedStateMachine):
                 assert not self.alive(worker_id)
         self.run(lambda view: sweeping.sweep_model(view, MODEL))
         for uid, version in self.versions.items():
+            if version.status == "gone":
+                continue
+            lost = not all(self.alive(record.worker_id) for record in version.filled.values())
+            passed = not version.filled and version.key[1] < self.step
+            if version.opened_at + 3600.0 < self.now and (lost or passed or version.status == "refused"):
+                self.drop(uid, version)  # it could never be offered again
             if version.wanted_gone and not self.live_leases(uid):
                 version.status = "gone"
 
@@ -280,7 +287,7 @@ class RendezvousMachine(RuleBasedStateMachine):
         if epoch > self.epoch:
             self.start_epoch(epoch)
         self.step = step
-        self.versions[uid] = ShadowVersion((epoch, step), slots, layout_epoch)
+        self.versions[uid] = ShadowVersion((epoch, step), slots, layout_epoch, self.now)
 
     @rule()
     def publish_a_whole_version(self) -> None:
@@ -295,7 +302,7 @@ class RendezvousMachine(RuleBasedStateMachine):
         if epoch > self.epoch:
             self.start_epoch(epoch)
         self.step = step
-        self.versions[uid] = ShadowVersion((epoch, step), slots, layout_epoch)
+        self.versions[uid] = ShadowVersion((epoch, step), slots, layout_epoch, self.now)
         for slot in slots:
             worker_id = self.live_worker("trainer", slot)
             self.publish_record(uid, self.record(slot, worker_id, 0, False, 0), 5)
