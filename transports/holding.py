@@ -105,12 +105,6 @@ class Holding(Hooks):
         try:
             with self._native_work():
                 self._dial_again(peer, deadline)
-                with self._lock:
-                    if peer.closed:  # by another thread, while there was nothing yet to disconnect
-                        native, peer.native = peer.native, None
-                        if native is not None:
-                            self._hang_up(native)
-                        raise PeerError(f"peer {peer.name!r} was closed while it was connected", peer=peer.name)
         except BaseException:
             with self._lock:
                 peer.closed = True
@@ -122,10 +116,14 @@ class Holding(Hooks):
     def _dial_again(self, peer: ConnectedPeer, deadline: float) -> None:
         epoch = self._epoch
         try:
-            peer.native = self._dial(peer, deadline)
+            native = self._dial(peer, deadline)
         except struct.error as error:
             raise EndpointError(f"peer {peer.name!r}: endpoint payload: {error}", peer=peer.name) from error
-        peer.epoch = epoch
+        with self._lock:
+            if peer.closed:  # by another thread, while there was nothing yet to disconnect
+                self._hang_up(native)
+                raise PeerError(f"peer {peer.name!r} was closed while it was connected", peer=peer.name)
+            peer.native, peer.epoch = native, epoch
 
     def close_peer(self, peer: ConnectedPeer) -> None:
         """Disconnect; called by `ConnectedPeer.close`."""
