@@ -109,6 +109,7 @@ class Soak:
 
     def cycle(self, step: int) -> None:
         """Publish, refit, compare."""
+        from reshard.planner.errors import ReshardError
         from reshard.refit.tensors import LocalTensor
 
         held = self.names.apply(self._local(self.model))
@@ -128,7 +129,7 @@ class Soak:
                 report = receiver.refit(step, timeout_s=TIMEOUT_S)  # type: ignore[attr-defined]
                 if report.cold != (step == 0) or (step and report.new_registrations):
                     raise AssertionError(f"step {step}: a warm refit planned or registered: {report}")
-            except Exception as error:
+            except (ReshardError, AssertionError) as error:
                 errors.append(error)
 
         threads = [threading.Thread(target=one, args=(r,)) for r in self.receivers]

@@ -12,9 +12,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from reshard.refit.engine import Captured, Engine, EngineParameter
     from reshard.refit.engines.arrays import ArrayEngine, take
+    from reshard.refit.engines.loader import LoaderEngine
+    from reshard.refit.engines.repacking import RepackingEngine
+    from reshard.refit.engines.torch_module import TorchModuleEngine
+    from reshard.refit.inplace import InPlacePublisher
     from reshard.refit.publisher import Publisher
     from reshard.refit.receiver import Receiver
     from reshard.refit.report import RefitReport
+    from reshard.refit.retry import RetryPolicy
+    from reshard.refit.serving import ServeOn
     from reshard.refit.tensors import LocalTensor, SourceTensor
 
 __all__ = [
@@ -22,11 +28,17 @@ __all__ = [
     "Captured",
     "Engine",
     "EngineParameter",
+    "InPlacePublisher",
+    "LoaderEngine",
     "LocalTensor",
     "Publisher",
     "Receiver",
     "RefitReport",
+    "RepackingEngine",
+    "RetryPolicy",
+    "ServeOn",
     "SourceTensor",
+    "TorchModuleEngine",
     "take",
 ]
 
@@ -35,11 +47,17 @@ _HOMES = {
     "Captured": "engine",
     "Engine": "engine",
     "EngineParameter": "engine",
+    "InPlacePublisher": "inplace",
+    "LoaderEngine": "engines.loader",
     "LocalTensor": "tensors",
     "Publisher": "publisher",
     "Receiver": "receiver",
     "RefitReport": "report",
+    "RepackingEngine": "engines.repacking",
+    "RetryPolicy": "retry",
+    "ServeOn": "serving",
     "SourceTensor": "tensors",
+    "TorchModuleEngine": "engines.torch_module",
     "take": "engines.arrays",
 }
 

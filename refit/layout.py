@@ -106,7 +106,6 @@ class PackedLayout:
 
         Torch tensors on a device are cast there; the caller synchronises their stream afterwards (`synchronize`).
         """
-        torch_view: torch.Tensor | None = None
         for target in self.targets:
             tensor, label = tensors[target.tensor], self.wire[target.tensor]
             index = tuple(slice(a, b) for a, b in zip(target.start, target.stop, strict=True))
@@ -116,9 +115,7 @@ class PackedLayout:
                 require("torch", extra="torch")
                 import torch
 
-                if torch_view is None:
-                    torch_view = torch.from_numpy(data)
-                raw = torch_view[target.offset_bytes : target.offset_bytes + nbytes]
+                raw = torch.from_numpy(data[target.offset_bytes : target.offset_bytes + nbytes])
                 with torch.no_grad():
                     piece = tensor.data.detach()[index]  # type: ignore[union-attr]
                     raw.view(getattr(torch, label)).view(shape).copy_(piece, non_blocking=True)

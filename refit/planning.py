@@ -181,12 +181,17 @@ def _coverage(
 ) -> tuple[CoverageRecord, tuple[str, ...]]:
     certificate, economics = made.certificate, made.economics
     names = made.buffers.names_list
-    written = dict(zip(names, certificate.buffer_written_bytes.tolist(), strict=True))
-    filled = dict(zip(names, certificate.buffer_filled_bytes.tolist(), strict=True))
-    by_loader = dict(zip(captured.loader_buffers, captured.loader_bytes, strict=True)) if not partial else {}
-    never, part, dest_bytes, filled_bytes = [], [], 0, 0
+    written: dict[str, int] = dict(zip(names, certificate.buffer_written_bytes.tolist(), strict=True))
+    filled: dict[str, int] = dict(zip(names, certificate.buffer_filled_bytes.tolist(), strict=True))
+    by_loader: dict[str, int] = {}
+    if not partial:
+        by_loader.update(zip(captured.loader_buffers, captured.loader_bytes, strict=True))
+    never: list[str] = []
+    part: list[str] = []
+    dest_bytes = filled_bytes = 0
     for p in parameters:
-        wrote, fill = by_loader.get(p.name, written.get(p.name, 0)), filled.get(p.name, 0)
+        wrote: int = by_loader[p.name] if p.name in by_loader else written.get(p.name, 0)
+        fill: int = filled.get(p.name, 0)
         got = wrote + fill
         dest_bytes += wrote
         filled_bytes += fill

@@ -321,18 +321,24 @@ def recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractCont
 
         @staticmethod
         def meta(value: object) -> object:
-            if isinstance(value, made):
-                return meta_of(value)
-            if isinstance(value, torch.Tensor) and value.dim():
-                return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-            return value.to("meta") if isinstance(value, torch.Tensor) else value
+            if not isinstance(value, torch.Tensor):
+                return value
+            tensor: torch.Tensor = value
+            if isinstance(tensor, made):
+                return meta_of(tensor)
+            if tensor.dim():
+                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            return tensor.to("meta")
 
         @staticmethod
         def like_args(args: Sequence[object]) -> tuple[object, ...]:
             """Traced tensors replaced by real ones of their shape, for operations that look at nothing else."""
 
             def one(value: object) -> object:
-                return torch.empty((), dtype=value.dtype).expand(value.shape) if isinstance(value, made) else value
+                if not isinstance(value, torch.Tensor) or not isinstance(value, made):
+                    return value
+                traced_one: torch.Tensor = value
+                return torch.empty((), dtype=traced_one.dtype).expand(traced_one.shape)
 
             return tuple(pytree.tree_map(one, tuple(args)))
 

@@ -72,12 +72,13 @@ def _redirector_type() -> Callable[[Sequence[Destination], Mapping[str, torch.Te
             def shadow(value: object) -> object:
                 if not isinstance(value, torch.Tensor):
                     return value
-                place = self.find(value)
+                tensor: torch.Tensor = value
+                place = self.find(tensor)
                 if place is None or place.name not in self.shadows:
-                    return value
-                offset = int(value.storage_offset()) - place.first_byte // place.item_bytes
-                made = self.shadows[place.name].as_strided(value.shape, value.stride(), offset)
-                originals[id(made)] = value
+                    return tensor
+                offset = int(tensor.storage_offset()) - place.first_byte // place.item_bytes
+                made = self.shadows[place.name].as_strided(tensor.shape, tensor.stride(), offset)
+                originals[id(made)] = tensor
                 return made
 
             for i, argument in enumerate(func._schema.arguments):
