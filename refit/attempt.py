@@ -161,7 +161,7 @@ class Attempt:
                     r.bench.pause_engine()
             except TransportError as error:
                 bad = failed_peers(error) & {slot.slot for slot in manifest.slots}
-                r.bench.drop(bad)
+                r.bench.drop(bad, self._deadline.left_s)
                 if not bad or bad <= self._without:
                     raise
                 self._without |= bad
@@ -247,9 +247,9 @@ class Attempt:
         self._clock.stop()
         self.machine.fail()
         if isinstance(error, TransportError):
-            r.bench.drop(failed_peers(error))
+            r.bench.drop(failed_peers(error), self._deadline.left_s)
         elif isinstance(error, HolderLostError):
-            r.bench.drop(frozenset(error.holders))
+            r.bench.drop(frozenset(error.holders), self._deadline.left_s)
         if r.one_shot:
             r.reader.links.close()
         if self._keeper is not None:
@@ -356,7 +356,7 @@ class Attempt:
         self.machine.fail()
         r.set_state("quarantined", None)
         if isinstance(error, TransportError):
-            r.bench.drop(failed_peers(error))
+            r.bench.drop(failed_peers(error), self._deadline.left_s)
         if self._keeper is not None:
             self._keeper.release()
         self._agreement(manifest).installed(error, deadline.left_s)

@@ -55,8 +55,8 @@ DIGEST_BYTES = 16
 """Bytes of one cell's digest: two little-endian uint64."""
 SEEDS = (0x5265_7368_6172_6431, 0xC0DE_2B1D_9E37_79B9)
 """The two seeds; changing them changes every digest."""
-_PIECE_LANES = 1 << 15
-"""Lanes digested at once: the widened copy stays in the cache."""
+_PIECE_LANES = 1 << 16
+"""Lanes digested at once: the widened copy stays in the second-level cache."""
 
 _M1, _M2 = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
 

@@ -5,6 +5,7 @@ Everything here happens on one rank and asks nobody; the transaction around it i
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from reshard.refit.records import DiscoveryRecord, emit
 from reshard.refit.streaming import Streamer, StreamPart
 from reshard.refit.verify import Checks, Mode, build_checks
 from reshard.rendezvous.errors import RendezvousError
+from reshard.transports.errors import TransferTimeoutError
 
 if TYPE_CHECKING:
     from reshard.planner import PlanOptions, ShardPart
@@ -37,6 +39,7 @@ __all__ = ["BenchSettings", "InstallMode", "Workbench"]
 
 U8 = npt.NDArray[np.uint8]
 InstallMode = Literal["shadow", "stream"]
+_QUARANTINE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +178,19 @@ class Workbench:
                 reader=self.reader,
             )
 
-    def drop(self, names: frozenset[str]) -> None:
-        """Release peers that failed, and give up memory that a late write of theirs may still change."""
+    def drop(self, names: frozenset[str], left_s: float) -> None:
+        """Release failed peers; wait until no late write of theirs can land, or give up the memory it may hit.
+
+        Parameters
+        ----------
+        left_s
+            Seconds that the caller has left; at most `_QUARANTINE_S` of them are spent here.
+        """
         self.reader.links.release(names)
+        if self.transport.quarantined():
+            # A transport may have to rebuild its agent for this; until then its memory is of no use to anyone.
+            with contextlib.suppress(TransferTimeoutError):
+                self.transport.wait_quarantine(timeout_s=min(max(left_s, 0.1), _QUARANTINE_S))
         if self.transport.quarantined():
             self.drop_streamer()
             if self.reader.poisoned():
