@@ -216,15 +216,17 @@ class BlobCatalog(_Names):
         known = self._tensors.get(digest)
         if known is not None and digest not in contents:
             return known
-        blob = contents.get(digest) or await self._store.get_blob(digest)
+        stored = await self._store.get_blob(digest)
+        blob = contents.get(digest) or stored
         if blob is None:
             return None
         message = _tensors(blob)
-        tensors = known
-        if tensors is None:
-            tensors = await self._decode(message.n_tensors, lambda: tensors_from_message(message, digest))
-        if digest in contents:
-            await self._store.put_blob(digest, _canonical(message))
+        content = _canonical(message)
+        if known is not None and content == stored:
+            return known  # many ranks send at once what each was told is missing
+        tensors = await self._decode(message.n_tensors, lambda: tensors_from_message(message, digest))
+        if stored is None:
+            await self._store.put_blob(digest, content)
         self._tensors.put(digest, tensors)
         return tensors
 
@@ -232,15 +234,17 @@ class BlobCatalog(_Names):
         known = self._geometries.get(digest)
         if known is not None and digest not in contents:
             return known
-        blob = contents.get(digest) or await self._store.get_blob(digest)
+        stored = await self._store.get_blob(digest)
+        blob = contents.get(digest) or stored
         if blob is None:
             return None
         message = _geometries(blob)
-        geometries = known
-        if geometries is None:
-            geometries = await self._decode(message.n_geometries, lambda: geometries_from_message(message, digest))
-        if digest in contents:
-            await self._store.put_blob(digest, _canonical(message))
+        content = _canonical(message)
+        if known is not None and content == stored:
+            return known  # many ranks send at once what each was told is missing
+        geometries = await self._decode(message.n_geometries, lambda: geometries_from_message(message, digest))
+        if stored is None:
+            await self._store.put_blob(digest, content)
         self._geometries.put(digest, geometries)
         return geometries
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import cast
 
+from reshard.rendezvous.catalog import parse_content
 from reshard.rendezvous.errors import (
     AbortedError,
     AuthenticationError,
@@ -79,9 +80,11 @@ def to_detail(error: RendezvousError) -> pb.Error:
 
 
 def error_from_detail(blob: bytes) -> RendezvousError:
-    """Decode an error."""
-    detail = pb.Error.FromString(blob)
-    name = pb.ErrorKind.Name(detail.kind).removeprefix("ERROR_KIND_")
+    """Decode an error. A kind that this version does not know is a plain RendezvousError."""
+    detail = pb.Error()
+    parse_content("error", detail, blob)
+    known = pb.ErrorKind.DESCRIPTOR.values_by_number.get(detail.kind)
+    name = known.name.removeprefix("ERROR_KIND_") if known is not None else ""
     if name == "INVALID_REQUEST":
         return InvalidRequestError(detail.field, detail.message)
     if name in ("VERSION", "EQUALITY"):

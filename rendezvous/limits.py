@@ -99,9 +99,11 @@ def check_names(field: str, values: Iterable[object], *, at_most: int, at_least:
     if not at_least <= len(names) <= at_most:
         raise InvalidRequestError(field, f"{len(names)} names, expected {at_least} to {at_most}")
     checked = tuple(check_name(f"{field}[{i}]", name) for i, name in enumerate(names))
-    if len(set(checked)) != len(checked):
-        repeated = next(name for i, name in enumerate(checked) if name in checked[:i])
-        raise InvalidRequestError(field, f"name {repeated!r} is given twice")
+    seen: set[str] = set()
+    for name in checked:
+        if name in seen:
+            raise InvalidRequestError(field, f"name {name!r:.80} is given twice")
+        seen.add(name)
     return checked
 
 

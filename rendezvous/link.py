@@ -15,7 +15,13 @@ from typing import TypeVar
 
 from reshard.planner.errors import require
 from reshard.rendezvous import limits
-from reshard.rendezvous.errors import InvalidRequestError, RendezvousUnavailableError
+from reshard.rendezvous.catalog import parse_content
+from reshard.rendezvous.errors import (
+    InvalidRequestError,
+    RendezvousError,
+    RendezvousTimeoutError,
+    RendezvousUnavailableError,
+)
 from reshard.rendezvous.exposure import read_pem, split_address
 from reshard.rendezvous.faults import error_from_status
 from reshard.rendezvous.optional import grpc, protobuf
@@ -81,9 +87,8 @@ class Link:
 
         async def call(left_s: float) -> M:
             message = request(left_s) if callable(request) else request
-            return response.FromString(
-                await method(message.SerializeToString(), timeout=left_s + grace_s, metadata=self._metadata)
-            )
+            raw = await method(message.SerializeToString(), timeout=left_s + grace_s, metadata=self._metadata)
+            return _parsed(response, raw)
 
         return await self.retry(name, call, timeout_s)
 
@@ -94,7 +99,7 @@ class Link:
         method = self._channel.stream_unary(_SERVICE + name, _same, _same)
 
         async def call(left_s: float) -> M:
-            return response.FromString(await method(iter(requests()), timeout=left_s, metadata=self._metadata))
+            return _parsed(response, await method(iter(requests()), timeout=left_s, metadata=self._metadata))
 
         return await self.retry(name, call, timeout_s)
 
@@ -106,7 +111,7 @@ class Link:
         call = method(request.SerializeToString(), timeout=timeout_s, metadata=self._metadata)
         try:
             async for raw in call:
-                yield response.FromString(raw)
+                yield _parsed(response, raw)
         except grpc.aio.AioRpcError as error:
             raise error_from_status(error, self.address, name) from None
         finally:
@@ -116,18 +121,24 @@ class Link:
         """Run `call` with the seconds left, again after each outage, until the deadline."""
         deadline = time.monotonic() + timeout_s
         pause_s = FIRST_PAUSE_S
+        outage: RendezvousUnavailableError | None = None
         while True:
+            failure: RendezvousError
             try:
                 return await call(max(deadline - time.monotonic(), 0.001))
             except grpc.aio.AioRpcError as error:
                 failure = error_from_status(error, self.address, name)
-            except RendezvousUnavailableError as error:
+            except (RendezvousUnavailableError, RendezvousTimeoutError) as error:
                 failure = error
-            if not isinstance(failure, RendezvousUnavailableError):
-                raise failure from None
             left_s = deadline - time.monotonic()
+            if isinstance(failure, RendezvousUnavailableError):
+                outage = failure
+            elif outage is None or not isinstance(failure, RendezvousTimeoutError) or failure.waited_s:
+                raise failure from None
+            else:
+                left_s = 0.0  # no service said so: the deadline cut the last attempt of an outage short
             if left_s <= pause_s:
-                raise RendezvousUnavailableError(f"{failure} (for {timeout_s:.3g} s, all attempts)") from None
+                raise RendezvousUnavailableError(f"{outage} (for {timeout_s:.3g} s, all attempts)") from None
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
@@ -160,6 +171,12 @@ class Link:
 
 def _same(raw: bytes) -> bytes:
     return raw
+
+
+def _parsed(kind: type[M], raw: bytes) -> M:
+    message = kind()
+    parse_content(message.DESCRIPTOR.name, message, raw)
+    return message
 
 
 def _open_channel(address: str, tls: TLSFiles | None) -> grpc.aio.Channel:

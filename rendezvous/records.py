@@ -111,10 +111,12 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class SlotProgress:
-    """The last step that a slot published in the model's epoch, and its layout then."""
+    """The last step that a slot published in the model's epoch, its layout then, and which version whose it was."""
 
     step: int
     layout: Layout
+    uid: str
+    worker_id: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -453,7 +453,10 @@ class RemoteBackend:
             stream = self._link.stream("GetCuts", request, pb.GetCutsResponse, left_s)
             return [response async for response in stream]
 
-        head, *rows = await self._link.retry("GetCuts", collect, timeout_s)
+        answers = await self._link.retry("GetCuts", collect, timeout_s)
+        if not answers:
+            raise RendezvousError(f"GetCuts at {self._link.address} ended without an answer")
+        head, *rows = answers
         hints = []
         for row in rows:
             cuts = known.get(row.digest)

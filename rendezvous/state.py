@@ -184,6 +184,8 @@ def publish_slot(view: View, uid: str, record: SlotRecord, n_rows: int) -> Rende
     -------
     None, or an error for the publisher that goes together with a change of state which must be kept.
     """
+    if view.get(version_key(uid)) is None and _filled_before(view, uid, record):
+        return None
     version = require_version(view, uid)
     key = version.key
     worker = require_worker(view, record.worker_id, role="trainer", model=key.model)
@@ -211,6 +213,18 @@ def publish_slot(view: View, uid: str, record: SlotRecord, n_rows: int) -> Rende
         offered_empty=tuple(slot for slot in version.offered_empty if slot != record.slot),
     )
     return _complete(view, version)
+
+
+def _filled_before(view: View, uid: str, record: SlotRecord) -> bool:
+    """Tell whether a version that is gone had this slot from this worker: whoever missed the answer asks again."""
+    worker = view.get(worker_key(record.worker_id), watch=False)
+    progress = view.get(progress_key(worker.info.model), watch=False) if worker is not None else None
+    last = progress.slots.get(record.slot) if progress is not None else None
+    return (
+        last is not None
+        and (last.uid, last.worker_id) == (uid, record.worker_id)
+        and last.layout.table_digest == record.table_digest
+    )
 
 
 def _check_refill(view: View, version: Version, record: SlotRecord, worker: Worker) -> bool:
@@ -259,7 +273,7 @@ def _advance_slot(view: View, version: Version, record: SlotRecord) -> None:
                 f"{key}: slot {record.slot!r} changed its table within layout epoch {layout.layout_epoch}; "
                 "a new layout needs a new layout epoch"
             )
-    slots = {**progress.slots, record.slot: SlotProgress(key.step, layout)}
+    slots = {**progress.slots, record.slot: SlotProgress(key.step, layout, version.uid, record.worker_id)}
     view.put(progress_key(key.model), Progress(key.epoch, slots))
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,15 +16,16 @@ import pytest
 
 from reshard.rendezvous.client import Rendezvous
 
+# PR_SET_PDEATHSIG of SIGKILL, which an exec keeps; then the command that follows.
+_MORTAL = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
+
 
 class RedisServer:
     """A redis-server (or valkey-server) process with durable settings, that can be killed and started again."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -31,8 +34,8 @@ class RedisServer:
         assert binary is not None
         self._process = subprocess.Popen(
             [
-                binary, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder), "--save", "",
-                "--appendonly", "yes", "--appendfsync", "always", "--daemonize", "no",
+                *mortal(), binary, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder),
+                "--save", "", "--appendonly", "yes", "--appendfsync", "always", "--daemonize", "no",
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.STDOUT,
@@ -55,6 +58,28 @@ class RedisServer:
             self._process.kill()
             self._process.wait(10.0)
             self._process = None
+
+
+def mortal() -> tuple[str, ...]:
+    """The head of a command whose process ends with this one, even if this one is killed (Linux)."""
+    return (sys.executable, "-c", _MORTAL) if sys.platform == "linux" else ()
+
+
+def free_port() -> int:
+    """A port that nobody has, to be bound again and again.
+
+    Not one of those that the system gives to outgoing connections: while its server is dead, a client that tries to
+    reach it could get it for its own end.
+    """
+    for _ in range(200):
+        port = random.SystemRandom().randrange(12_000, 32_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("no free port found")
 
 
 def find_redis() -> str | None:
@@ -85,15 +110,17 @@ def redis_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisSer
 
 
 @pytest.fixture(params=["in_process", "grpc", pytest.param("redis", marks=pytest.mark.redis)])
-def rdv(request: pytest.FixtureRequest) -> Iterator[Rendezvous]:
+def rdv(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rendezvous]:
     """A rendezvous of each kind: without a server, a service in memory, a service on Redis."""
     if request.param == "in_process":
         with Rendezvous.in_process() as client:
             yield client
         return
     pytest.importorskip("grpc", reason="grpcio is not installed")
+    from reshard.rendezvous import remote
     from reshard.rendezvous.service import serve
 
+    monkeypatch.setattr(remote, "_GRACE_S", 20.0)  # a busy machine may be late with the service's last word
     store = request.getfixturevalue("redis_url") if request.param == "redis" else "memory"
     with serve(listen="127.0.0.1:0", store=store) as server, Rendezvous.connect(server.address) as client:
         yield client

@@ -20,12 +20,12 @@ def empty_part(slot: str) -> ShardPart:
     return ShardPart.from_shards(Holder(slot), [], [4096])
 
 
-def trainer(rdv: Rendezvous, slot: str, ttl_s: float = 10.0, model: str = MODEL) -> Worker:
+def trainer(rdv: Rendezvous, slot: str, ttl_s: float = 30.0, model: str = MODEL) -> Worker:
     endpoints = {"memory": b"endpoint of " + slot.encode()}
     return rdv.register(WorkerInfo("trainer", model, ("host-" + slot)[:64], slot, endpoints), ttl_s=ttl_s)
 
 
-def receiver(rdv: Rendezvous, name: str, ttl_s: float = 10.0) -> Worker:
+def receiver(rdv: Rendezvous, name: str, ttl_s: float = 30.0) -> Worker:
     return rdv.register(WorkerInfo("receiver", MODEL, "host-" + name, name), ttl_s=ttl_s)
 
 
@@ -56,7 +56,7 @@ def publish(rdv: Rendezvous, step: int, workers: dict[str, Worker], epoch: int =
 def wait(
     rdv: Rendezvous, member: str, worker: Worker, members: tuple[str, ...] = ("r0", "r1"), **extra: object
 ) -> Manifest:
-    extra = {"timeout_s": 5.0, "group": "g", **extra}
+    extra = {"timeout_s": 30.0, "group": "g", **extra}
     return rdv.await_version(
         MODEL,
         members=members,

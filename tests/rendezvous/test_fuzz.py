@@ -24,6 +24,7 @@ pytest.importorskip("grpc", reason="grpcio is not installed: pip install 'reshar
 zstandard = pytest.importorskip("zstandard", reason="zstandard is not installed: pip install 'reshard[rendezvous]'")
 
 import grpc
+from tests.rendezvous.conftest import mortal
 from tests.rendezvous.fuzzing import Fuzzer, Known
 from tests.rendezvous.support import make_part, publish, receiver, trainer, wait
 
@@ -74,7 +75,7 @@ class ServerProcess:
         self.log = log
         with log.open("wb") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", script],
+                [*mortal(), sys.executable, "-c", script],
                 env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.rendezvous.conftest import RedisServer
+from tests.rendezvous.conftest import RedisServer, free_port, mortal
 from tests.rendezvous.support import MODEL, make_part, make_record, publish, receiver, trainer, wait
 
 from reshard.planner.errors import MissingDependencyError
@@ -144,9 +144,9 @@ def test_tls_and_mutual_tls(certificates: Path) -> None:
             Rendezvous.connect(server.address, tls=TLSFiles(ca=path("stranger.pem"))) as client,
             pytest.raises(RendezvousUnavailableError),
         ):
-            client.describe(timeout_s=1.0)
+            client.describe(timeout_s=2.0)
         with Rendezvous.connect(server.address) as client, pytest.raises(RendezvousUnavailableError):
-            client.describe(timeout_s=1.0)
+            client.describe(timeout_s=2.0)
     settings = {"tls_cert": path("server.pem"), "tls_key": path("server.key"), "client_ca": path("ca.pem")}
     with serve(listen="0.0.0.0:0", **settings) as server:  # type: ignore[arg-type]
         address = f"127.0.0.1:{server.address.rpartition(':')[2]}"
@@ -157,7 +157,7 @@ def test_tls_and_mutual_tls(certificates: Path) -> None:
             Rendezvous.connect(address, tls=TLSFiles(ca=path("ca.pem"))) as client,
             pytest.raises(RendezvousUnavailableError),
         ):
-            client.describe(timeout_s=1.0)
+            client.describe(timeout_s=2.0)
     with pytest.raises(RendezvousError, match="cannot read"):
         serve(tls_cert=path("none.pem"), tls_key=path("server.key"))
     with pytest.raises(RendezvousError, match="holds no PEM"):
@@ -222,19 +222,19 @@ def test_a_closing_server_ends_waits_at_once() -> None:
 
         def await_it() -> None:
             try:
-                wait(client, "r0", reader, timeout_s=3.0)
+                wait(client, "r0", reader, timeout_s=6.0)
             except RendezvousError as error:
                 failures.append(error)
 
         thread = threading.Thread(target=await_it)
         thread.start()
-        time.sleep(0.3)
+        time.sleep(0.5)
         started = time.monotonic()
-        server.close(grace_s=5.0)
-        assert time.monotonic() - started < 4.0
+        server.close(grace_s=60.0)
+        assert time.monotonic() - started < 30.0, "the wait had a grace of 60 s, and is ended at once"
         assert server.wait(0.1)
         server.close()
-        thread.join(10.0)
+        thread.join(60.0)
         assert [type(failure) for failure in failures] == [RendezvousUnavailableError]
     finally:
         client.close()
@@ -244,21 +244,15 @@ def test_a_closing_server_ends_waits_at_once() -> None:
 def test_an_outage_is_an_error_and_within_the_deadline() -> None:
     with Rendezvous.connect("127.0.0.1:1") as client:
         for call in (
-            lambda: client.describe(timeout_s=0.5),
-            lambda: client.get_tables([b"\0" * 32], timeout_s=0.5),
-            lambda: client.open_epoch(MODEL, "run", timeout_s=0.5),
-            lambda: list(client.watch_versions(MODEL, timeout_s=0.5)),
+            lambda: client.describe(timeout_s=1.5),
+            lambda: client.get_tables([b"\0" * 32], timeout_s=1.5),
+            lambda: client.open_epoch(MODEL, "run", timeout_s=1.5),
+            lambda: list(client.watch_versions(MODEL, timeout_s=1.5)),
         ):
             started = time.monotonic()
             with pytest.raises(RendezvousUnavailableError, match=r"127\.0\.0\.1:1"):
                 call()
-            assert time.monotonic() - started < 3.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+            assert time.monotonic() - started < 15.0
 
 
 def test_calls_wait_out_a_server_that_comes_late() -> None:
@@ -268,7 +262,7 @@ def test_calls_wait_out_a_server_that_comes_late() -> None:
     timer.start()
     try:
         with Rendezvous.connect(address) as client:
-            assert client.open_epoch(MODEL, "run", timeout_s=20.0) == 0
+            assert client.open_epoch(MODEL, "run", timeout_s=60.0) == 0
     finally:
         timer.join()
         for server in servers:
@@ -281,16 +275,16 @@ def test_a_restarted_memory_server_says_unknown() -> None:
     server = serve(listen=address)
     try:
         with Rendezvous.connect(address) as client:
-            worker = trainer(client, "t0")
+            worker = trainer(client, "t0", ttl_s=9.0)
             publish(client, 1, {"t0": worker})
             txn = wait(client, "r0", receiver(client, "r0")).transaction
             server.close(0.5)
             server = serve(listen=address)
-            facts = client.vote(txn, "r0", True, names_consumed=["w"], wire_bytes=1, timeout_s=10.0)
+            facts = client.vote(txn, "r0", True, names_consumed=["w"], wire_bytes=1, timeout_s=30.0)
             assert facts.decision is Decision.UNKNOWN
             assert client.ask_decision(txn).decision is Decision.UNKNOWN
-            assert client.installed(txn, "r0", True, timeout_s=5.0).outcome is Decision.UNKNOWN
-            deadline = time.monotonic() + 10.0
+            assert client.installed(txn, "r0", True, timeout_s=30.0).outcome is Decision.UNKNOWN
+            deadline = time.monotonic() + 40.0
             while not worker.lost and time.monotonic() < deadline:
                 time.sleep(0.05)
             assert worker.lost, "the service does not know it any more"
@@ -312,28 +306,30 @@ def test_r8_a_member_in_doubt_learns_the_one_decision(redis_process: RedisServer
 
             def vote_first() -> None:
                 try:
-                    answers.append(client.vote(txn, "r0", True, names_consumed=["w"], wire_bytes=1, timeout_s=1.5))
+                    answers.append(client.vote(txn, "r0", True, names_consumed=["w"], wire_bytes=1, timeout_s=4.0))
                 except (RendezvousTimeoutError, RendezvousUnavailableError) as error:
                     answers.append(error)
 
             thread = threading.Thread(target=vote_first)
             thread.start()
-            time.sleep(0.4)
+            deadline = time.monotonic() + 30.0
+            while other.describe().transactions[0].voted != ("r0",) and time.monotonic() < deadline:
+                time.sleep(0.02)
             server.kill()
-            thread.join(20.0)
-            assert isinstance(answers[0], RendezvousUnavailableError), "in doubt: the answer was lost"
+            thread.join(60.0)
+            assert isinstance(answers[0], RendezvousUnavailableError | RendezvousTimeoutError), "in doubt"
             server.start()
-            assert client.ask_decision(txn, timeout_s=20.0).decision is Decision.PENDING
-            assert other.vote(txn, "r1", True, wire_bytes=0, timeout_s=20.0).decision is Decision.COMMIT
+            assert client.ask_decision(txn, timeout_s=60.0).decision is Decision.PENDING
+            assert other.vote(txn, "r1", True, wire_bytes=0, timeout_s=60.0).decision is Decision.COMMIT
             server.kill()
             redis_process.kill()
             redis_process.start()
             server.start()
-            assert client.ask_decision(txn, timeout_s=20.0).decision is Decision.COMMIT
+            assert client.ask_decision(txn, timeout_s=60.0).decision is Decision.COMMIT
             done = threading.Thread(target=client.installed, args=(txn, "r0", True), kwargs={"timeout_s": 20.0})
             done.start()
-            assert other.installed(txn, "r1", True, timeout_s=20.0).outcome is Decision.SERVE
-            done.join(20.0)
+            assert other.installed(txn, "r1", True, timeout_s=60.0).outcome is Decision.SERVE
+            done.join(60.0)
     finally:
         server.kill()
 
@@ -349,7 +345,7 @@ class ServerProcess:
 
     def start(self) -> None:
         env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-        self._process = subprocess.Popen([sys.executable, "-c", self._code], env=env)
+        self._process = subprocess.Popen([*mortal(), sys.executable, "-c", self._code], env=env)
         host, _, port = self._address.rpartition(":")
         deadline = time.monotonic() + 30.0
         while time.monotonic() < deadline:
@@ -389,14 +385,14 @@ def test_two_servers_are_one_rendezvous(two_servers: tuple[Rendezvous, Rendezvou
 
     def refit(member: str) -> None:
         client, worker = readers[member]
-        manifest = wait(client, member, worker, timeout_s=20.0)
+        manifest = wait(client, member, worker, timeout_s=60.0)
         tables = client.get_tables([slot.table_digest for slot in manifest.slots])
         assert len(tables) == 2
         client.release_lease(manifest.lease)
         names = ["w"] if member == "r0" else []
-        facts = client.vote(manifest.transaction, member, True, names_consumed=names, wire_bytes=1, timeout_s=20.0)
+        facts = client.vote(manifest.transaction, member, True, names_consumed=names, wire_bytes=1, timeout_s=60.0)
         assert facts.decision is Decision.COMMIT, facts
-        facts = client.installed(manifest.transaction, member, True, timeout_s=20.0)
+        facts = client.installed(manifest.transaction, member, True, timeout_s=60.0)
         results[member] = (manifest.uid, manifest.transaction, facts.outcome)
 
     threads = [threading.Thread(target=refit, args=(member,)) for member in readers]
@@ -408,7 +404,7 @@ def test_two_servers_are_one_rendezvous(two_servers: tuple[Rendezvous, Rendezvou
         digest = client.put_table(make_part(slot, rows))
         client.publish_slot(uid, make_record(slot, worker.id, digest), worker)
     for thread in threads:
-        thread.join(30.0)
+        thread.join(90.0)
     assert set(results) == {"r0", "r1"}
     assert len(set(results.values())) == 1
     assert results["r0"][2] is Decision.SERVE
@@ -428,7 +424,7 @@ def test_many_writers_on_two_servers_lose_nothing(two_servers: tuple[Rendezvous,
                 uid = client.open_version(VersionKey(MODEL, 0, step), slots)
                 digest = client.put_table(make_part(slots[i], (2 * i, 2 * i + 2)))
                 client.publish_slot(uid, make_record(slots[i], worker.id, digest, 4096 * (step + 1)), worker)
-                for event in client.watch_versions(MODEL, timeout_s=30.0):
+                for event in client.watch_versions(MODEL, timeout_s=60.0):
                     if event.offered and event.key.step == step:
                         break
         except BaseException as error:
@@ -514,7 +510,7 @@ async def refit_async(client: AsyncRendezvous) -> Decision:
         worker = await client.register(WorkerInfo("trainer", MODEL, "h", "t0", {"memory": b"x"}))
         reader = await client.register(WorkerInfo("receiver", MODEL, "h", "r0"))
         waiting = asyncio.create_task(
-            client.await_version(MODEL, group="g", members=["r0"], member="r0", worker=reader, timeout_s=10.0)
+            client.await_version(MODEL, group="g", members=["r0"], member="r0", worker=reader, timeout_s=30.0)
         )
         await asyncio.sleep(0.05)
         digest = await client.put_table(make_part("t0"))
@@ -527,8 +523,8 @@ async def refit_async(client: AsyncRendezvous) -> Decision:
         lease = await client.renew_lease(manifest.lease)
         await client.release_lease(lease)
         txn = manifest.transaction
-        await client.vote(txn, "r0", True, names_consumed=["w"], wire_bytes=1, timeout_s=5.0)
-        facts = await client.installed(txn, "r0", True, timeout_s=5.0)
+        await client.vote(txn, "r0", True, names_consumed=["w"], wire_bytes=1, timeout_s=30.0)
+        facts = await client.installed(txn, "r0", True, timeout_s=30.0)
         assert (await client.ask_decision(txn)).outcome is facts.outcome
         await client.close_admission(uid)
         await client.wait_leases(uid, timeout_s=5.0)

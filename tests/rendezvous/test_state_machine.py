@@ -115,6 +115,7 @@ class RendezvousMachine(RuleBasedStateMachine):
         self.runs: dict[str, int] = {}
         self.versions: dict[str, ShadowVersion] = {}
         self.progress: dict[str, tuple[int, int, bytes]] = {}  # slot -> step, layout epoch, table
+        self.last_filled: dict[str, tuple[str, str, bytes]] = {}  # slot -> version, worker, table
         self.leases: dict[str, ShadowLease] = {}
         self.transactions: dict[str, ShadowTransaction] = {}
         self.last_joined: dict[tuple[str, str], int] = {}  # (group, member) -> seq
@@ -149,7 +150,7 @@ class RendezvousMachine(RuleBasedStateMachine):
 
     def start_epoch(self, epoch: int) -> None:
         self.epoch, self.step = epoch, -1
-        self.progress = {}
+        self.progress, self.last_filled = {}, {}
         for uid, version in self.versions.items():
             if version.status != "gone":
                 self.drop(uid, version)
@@ -392,6 +393,12 @@ class RendezvousMachine(RuleBasedStateMachine):
         def transition(view):
             return state.publish_slot(view, uid, record, n_rows)
 
+        said = (uid, record.worker_id, record.table_digest)
+        if version.status == "gone" and self.last_filled.get(record.slot) == said:
+            before = self.snapshot()
+            assert self.run(transition) is None, "said again, since its answer was lost"
+            assert self.snapshot() == before
+            return
         if error is not None:
             before = self.snapshot()
             if error is EMPTY:
@@ -408,6 +415,7 @@ class RendezvousMachine(RuleBasedStateMachine):
             return
         version.filled[record.slot] = record
         self.progress[record.slot] = (version.key[1], version.layout_epoch, record.table_digest)
+        self.last_filled[record.slot] = said
         if len(version.filled) == len(version.slots):
             for name in [s for s, r in version.filled.items() if not self.alive(r.worker_id)]:
                 del version.filled[name]
