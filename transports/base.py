@@ -329,11 +329,19 @@ class Transport(Protocol):
         """
         ...
 
-    def post(self, prepared: Prepared) -> Transfer:
+    def post(self, prepared: Prepared, *, timeout_s: float = 10.0) -> Transfer:
         """Start reading.
+
+        Parameters
+        ----------
+        prepared : Prepared
+        timeout_s : float
+            For what may have to be done first: connecting again after a quarantine was lifted.  Finite, over 0.
 
         Raises
         ------
+        TransferTimeoutError
+            If that takes longer.
         PoisonedMemoryError
             If a destination is quarantined.
         PeerError
@@ -417,7 +425,8 @@ def read(
     try:
         for prepared in lists:
             try:
-                transfers.append(transport.post(prepared))
+                left = max(deadline - time.monotonic(), 1e-3)
+                transfers.append(transport.post(prepared, timeout_s=left))
             except TransportError as error:
                 error.failures.setdefault(prepared.peer.name, f"refused: {error}")
                 refused.append(error)

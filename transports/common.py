@@ -25,7 +25,7 @@ from reshard.transports.errors import (
     TransferTimeoutError,
     TransportError,
 )
-from reshard.transports.holding import GRACE_S, Holding
+from reshard.transports.holding import GRACE_S, RECONNECT_S, Holding
 from reshard.transports.lists import PreparedList
 from reshard.transports.outcome import failed, stats, timed_out
 from reshard.transports.regions import Region
@@ -43,8 +43,9 @@ _IMMORTAL: list[object] = []
 class CommonTransport(Holding):
     """Base of the backends; see the module and `Hooks`."""
 
-    def post(self, prepared: Prepared) -> ListTransfer:
+    def post(self, prepared: Prepared, *, timeout_s: float = RECONNECT_S) -> ListTransfer:
         """See `Transport.post`."""
+        check_timeout(timeout_s)
         if not isinstance(prepared, PreparedList) or not prepared.belongs_to(self):
             raise TypeError(f"post: got {type(prepared).__name__}, expected a list prepared by this transport")
         with self._lock:
@@ -52,7 +53,7 @@ class CommonTransport(Holding):
             transfer = self._claim(prepared) if prepared.epoch == self._epoch else None
             prepared.building = transfer is None
         if transfer is None:
-            self._build_again(prepared)
+            self._build_again(prepared, time.monotonic() + timeout_s)
             with self._lock:
                 self._check_postable(prepared)
                 transfer = self._claim(prepared)
@@ -63,11 +64,11 @@ class CommonTransport(Holding):
             self._driver.submit(transfer)
         return transfer
 
-    def _build_again(self, prepared: PreparedList) -> None:
+    def _build_again(self, prepared: PreparedList, deadline: float) -> None:
         """Build a list for the agent of now; others find it in flight meanwhile."""
         try:
-            with self._native_work():
-                self._build_native(prepared)
+            with self._native_work(deadline):
+                self._build_native(prepared, deadline)
         finally:
             with self._lock:
                 prepared.building = False

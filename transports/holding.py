@@ -7,6 +7,7 @@ tables, merged and cut before it becomes native, and holds the registrations tha
 from __future__ import annotations
 
 import contextlib
+import math
 import struct
 import time
 from abc import abstractmethod
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from reshard.transports import rows
 from reshard.transports.base import Peer, check_timeout
 from reshard.transports.endpoint import Endpoint, decode_endpoint, encode_endpoint
-from reshard.transports.errors import EndpointError, PeerError
+from reshard.transports.errors import EndpointError, PeerError, TransferTimeoutError
 from reshard.transports.hooks import Hooks
 from reshard.transports.lists import ConnectedPeer, ListRegistration, PreparedList, Work
 from reshard.transports.regions import KIND_NAMES, U64, MemoryKind, Region
@@ -28,7 +29,7 @@ GRACE_S = 0.1
 """How long, past a deadline, native work in flight may take to end before its destination counts as poisoned."""
 REBUILD_POLL_S = 0.05
 RECONNECT_S = 10.0
-"""Deadline of connecting a healthy peer again after the native agent was rebuilt."""
+"""Deadline of connecting a healthy peer again after the native agent was rebuilt, where the caller gives none."""
 
 
 class Holding(Hooks):
@@ -56,10 +57,14 @@ class Holding(Hooks):
                 self._ledger.remove(entries)
 
     @contextlib.contextmanager
-    def _native_work(self) -> Iterator[None]:
+    def _native_work(self, deadline: float = math.inf) -> Iterator[None]:
         """Count a thread that is inside the backend without the lock: neither a rebuild nor the end comes under it."""
         with self._moved:
             while self._n_rebuilding and not self._closing:
+                if time.monotonic() >= deadline:
+                    raise TransferTimeoutError(
+                        f"transport {self.name!r}: a quarantine is being lifted, and was not within the deadline"
+                    )
                 self._pause(REBUILD_POLL_S)
             self._check_open()
             self._n_native += 1
@@ -103,7 +108,7 @@ class Holding(Hooks):
                 raise PeerError(f"peer {peer.name!r} is connected already; close it first", peer=peer.name)
             self._peers[peer.name] = peer
         try:
-            with self._native_work():
+            with self._native_work(deadline):
                 self._dial_again(peer, deadline)
         except BaseException:
             with self._lock:
@@ -138,12 +143,13 @@ class Holding(Hooks):
             if self._peers.get(peer.name) is peer:
                 del self._peers[peer.name]
             lists = list(peer.lists)
+            active = [transfer for transfer in self._active if transfer.prepared.peer is peer]
+        if active:  # all together: each on its own would have a moment of its own
+            for transfer in active:
+                transfer.cancel()
+            self._drain(active, time.monotonic() + GRACE_S)
         for prepared in lists:
             self._close_list(prepared)
-        with self._lock:
-            active = [transfer for transfer in self._active if transfer.prepared.peer is peer]
-        if active:  # of lists that other threads are closing
-            self._drain(active, time.monotonic() + GRACE_S)
         with self._lock:
             if any(transfer.prepared.peer is peer for transfer in self._poisoned):
                 return  # `_clear` hangs up
@@ -199,7 +205,7 @@ class Holding(Hooks):
             )
             prepared = PreparedList(self, connected, work, held, destinations, nbytes)
             with self._native_work():
-                self._build_native(prepared)
+                self._build_native(prepared, time.monotonic() + RECONNECT_S)
                 with self._lock:
                     if connected.closed or self._closing:  # meanwhile
                         prepared.free_native()
@@ -212,11 +218,11 @@ class Holding(Hooks):
             raise
         return prepared
 
-    def _build_native(self, prepared: PreparedList) -> None:
+    def _build_native(self, prepared: PreparedList, deadline: float) -> None:
         peer, epoch = prepared.peer, self._epoch
         with peer.dialling:
             if peer.epoch != epoch:
-                self._dial_again(peer, time.monotonic() + RECONNECT_S)
+                self._dial_again(peer, deadline)
         prepared.free_native()
         try:
             prepared.gate = self._gate(peer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import select
+import weakref
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +41,7 @@ class PeerWatch:
         If the process is gone or another one by now, or its beacon disagrees.
     """
 
-    __slots__ = ("_endpoint", "_healthy", "_page", "_peer", "_process", "pid")
+    __slots__ = ("__weakref__", "_close", "_endpoint", "_healthy", "_page", "_peer", "_process", "pid")
 
     def __init__(self, peer: str, endpoint: Endpoint, identity: ProcessIdentity, control: int) -> None:
         self._peer = peer
@@ -51,6 +52,7 @@ class PeerWatch:
             self._process = os.pidfd_open(identity.pid)
         except (OSError, OverflowError, ValueError) as error:
             raise PeerError(f"peer {peer!r}: no process {identity.pid}: {error}", peer=peer) from error
+        self._close = weakref.finalize(self, os.close, self._process)  # also when a rebuilt agent drops its links
         try:
             identity.check(peer)  # only now that the descriptor holds the process, whichever it is
             self._page: npt.NDArray[np.uint8] = map_from(identity.pid, control, BEACON_BYTES, peer)
@@ -73,6 +75,5 @@ class PeerWatch:
 
     def close(self) -> None:
         """Give the descriptor back; idempotent."""
-        process, self._process = self._process, -1
-        if process >= 0:
-            os.close(process)
+        self._process = -1
+        self._close()

@@ -23,6 +23,7 @@ from reshard.transports import (
 from reshard.transports.backend import Call, Capabilities, CommonTransport, ConnectedPeer, Work, allocate_host
 from reshard.transports.base import Prepared
 from reshard.transports.testing import raises, rows
+from reshard.transports.testing.harness import SLACK_S
 
 MIB = 1 << 20
 
@@ -167,7 +168,7 @@ def setting(request: pytest.FixtureRequest) -> Iterator[Setting]:
 
 def test_a_stuck_peer_times_out_alone_and_poisons_its_destination(setting: Setting) -> None:
     transport, region = setting.transport, setting.target.region
-    with raises(TransferTimeoutError, within_s=0.3 + 1.0) as caught:
+    with raises(TransferTimeoutError, within_s=0.3 + SLACK_S) as caught:
         read(transport, [setting.to_sick, setting.to_well], timeout_s=0.3)
     error = caught[0]
     assert isinstance(error, TransferTimeoutError)
@@ -181,19 +182,19 @@ def test_a_stuck_peer_times_out_alone_and_poisons_its_destination(setting: Setti
     into_poison = setting.list(setting.well, MIB // 2)
     with raises(PoisonedMemoryError):
         transport.post(into_poison)
-    read(transport, [setting.to_well], timeout_s=1.0)
+    read(transport, [setting.to_well], timeout_s=10.0)
     # Its registration and its owner outlive their closing.
     setting.registration.close()
     assert region.address in transport.registered
     if transport.capabilities.abort_scope == "none":
-        with raises(TransferTimeoutError, within_s=1.5):
+        with raises(TransferTimeoutError, within_s=0.2 + SLACK_S):
             transport.wait_quarantine(timeout_s=0.2)
         assert transport.quarantined()
         transport.outcome["sick"] = True
-    transport.wait_quarantine(timeout_s=1.0)
+    transport.wait_quarantine(timeout_s=10.0)
     assert transport.quarantined() == ()
     assert transport.torn == {"agent": ["agent"], "peer": ["sick"], "none": []}[transport.capabilities.abort_scope]
-    read(transport, [into_poison], timeout_s=1.0)
+    read(transport, [into_poison], timeout_s=10.0)
 
 
 def test_lists_and_links_come_back_by_themselves_after_the_agent_was_rebuilt() -> None:
@@ -201,19 +202,19 @@ def test_lists_and_links_come_back_by_themselves_after_the_agent_was_rebuilt() -
     setting = Setting(transport)
     with raises(TransferTimeoutError):
         read(transport, [setting.to_sick], timeout_s=0.05)
-    transport.wait_quarantine(timeout_s=1.0)
+    transport.wait_quarantine(timeout_s=10.0)
     assert transport.dialled == ["sick", "well"]
     built = transport.built
-    read(transport, [setting.to_well], timeout_s=1.0)
+    read(transport, [setting.to_well], timeout_s=10.0)
     assert transport.dialled == ["sick", "well", "well"]
     assert transport.built == built + 1
-    read(transport, [setting.to_well], timeout_s=1.0)
+    read(transport, [setting.to_well], timeout_s=10.0)
     assert transport.built == built + 1
     # The failed peer needs a new connection.
     setting.sick.close()
     transport.outcome["sick"] = True
     setting.sick = transport.connect(setting.source.endpoint(), timeout_s=1.0, name="sick")
-    read(transport, [setting.list(setting.sick, 0)], timeout_s=1.0)
+    read(transport, [setting.list(setting.sick, 0)], timeout_s=10.0)
     transport.close()
 
 
@@ -224,14 +225,14 @@ def test_healthy_peers_drain_before_the_agent_is_destroyed() -> None:
     slow = transport.post(setting.to_well)
     with raises(TransferTimeoutError):
         read(transport, [setting.to_sick], timeout_s=0.05)
-    with raises(TransferTimeoutError, within_s=1.5) as caught:
+    with raises(TransferTimeoutError, within_s=0.2 + SLACK_S) as caught:
         transport.wait_quarantine(timeout_s=0.2)
     assert "well" in str(caught[0])
     assert transport.torn == []
     assert slow.state == "active"
     timer = threading.Timer(0.1, transport.outcome.__setitem__, ("well", True))
     timer.start()
-    transport.wait_quarantine(timeout_s=2.0)
+    transport.wait_quarantine(timeout_s=10.0)
     timer.join()
     assert transport.torn == ["agent"]
     assert slow.state == "done"
@@ -244,10 +245,10 @@ def test_an_error_in_flight_poisons_unless_the_backend_settles() -> None:
         setting = Setting(transport)
         transport.outcome["sick"] = TransferError("it broke", peer="sick")
         with raises(TransferError) as caught:
-            read(transport, [setting.to_sick, setting.to_well], timeout_s=1.0)
+            read(transport, [setting.to_sick, setting.to_well], timeout_s=10.0)
         assert caught[0].peer == "sick"  # type: ignore[attr-defined]
         assert bool(transport.quarantined()) is not settles
-        transport.wait_quarantine(timeout_s=1.0)
+        transport.wait_quarantine(timeout_s=10.0)
         assert transport.torn == ([] if settles else ["agent"])
         transport.close()
 
@@ -257,7 +258,7 @@ def test_a_shut_gate_posts_nothing_and_poisons_nothing() -> None:
     setting = Setting(transport)
     transport.outcome["gate sick"] = True
     with raises(PeerError):
-        read(transport, [setting.to_sick], timeout_s=1.0)
+        read(transport, [setting.to_sick], timeout_s=10.0)
     assert transport.posts == []
     assert transport.quarantined() == ()
     transport.close()
@@ -273,7 +274,7 @@ def test_a_failure_cancels_the_others_unless_they_are_to_finish() -> None:
         timer = threading.Timer(0.2, transport.outcome.__setitem__, ("well", True))
         timer.start()
         with raises(TransferError) as caught:
-            read(transport, [setting.to_sick, setting.to_well], timeout_s=5.0, finish_others=finish)
+            read(transport, [setting.to_sick, setting.to_well], timeout_s=20.0, finish_others=finish)
         timer.join()
         states = caught[0].failures  # type: ignore[attr-defined]
         assert states["sick"].startswith("failed")
@@ -289,14 +290,14 @@ def test_a_native_post_that_blocks_keeps_nobody_past_the_deadline() -> None:
     release = transport.blocking["sick"] = threading.Event()
     transport.outcome["sick"] = True
     start = time.monotonic()
-    with raises(TransferTimeoutError, within_s=1.3):
+    with raises(TransferTimeoutError, within_s=0.2 + SLACK_S):
         read(transport, [setting.to_sick], timeout_s=0.2)
     assert time.monotonic() - start >= 0.2
     assert transport.quarantined()
-    with raises(TransferTimeoutError, within_s=1.3):
+    with raises(TransferTimeoutError, within_s=0.2 + SLACK_S):
         transport.wait_quarantine(timeout_s=0.2)
     release.set()
-    transport.wait_quarantine(timeout_s=2.0)
+    transport.wait_quarantine(timeout_s=10.0)
     assert transport.quarantined() == ()
     transport.close()
 
@@ -330,7 +331,7 @@ def test_waiting_from_two_threads_for_the_same_transfer() -> None:
     transfer = transport.post(setting.to_well)
     results: list[int] = []
     threads = [
-        threading.Thread(target=lambda: results.append(transport.wait([transfer], timeout_s=5.0).bytes))
+        threading.Thread(target=lambda: results.append(transport.wait([transfer], timeout_s=20.0).bytes))
         for _ in range(3)
     ]
     for thread in threads:
@@ -338,7 +339,7 @@ def test_waiting_from_two_threads_for_the_same_transfer() -> None:
     time.sleep(0.05)
     transport.outcome["well"] = True
     for thread in threads:
-        thread.join(5.0)
+        thread.join(20.0)
     assert results == [MIB] * 3
     transport.close()
 
@@ -350,6 +351,6 @@ def test_close_lifts_what_it_can_and_is_bounded() -> None:
         read(transport, [setting.to_sick], timeout_s=0.05)
     start = time.monotonic()
     transport.close()
-    assert time.monotonic() - start < 3.0
+    assert time.monotonic() - start < SLACK_S
     assert transport.torn == ["agent", "all"]
     assert transport.registered == []

@@ -75,7 +75,7 @@ class TestNixl(TransportContract):
                 prepared = reader.whole(remote, 4 * MIB)
                 read(reader.transport, [prepared], timeout_s=5.0)
                 process.ask("unmap", which=0)
-                with raises(PeerError, TransferError, within_s=5.0):
+                with raises(PeerError, TransferError):
                     read(reader.transport, [prepared], timeout_s=3.0)
                 assert process.ask("endpoint"), "the owner has survived"
                 reader.transport.wait_quarantine(timeout_s=10.0)
@@ -144,7 +144,7 @@ class TestNixlByListener(TransportContract):
             transport = self.open()
             try:
                 start = time.monotonic()
-                with raises(TransferTimeoutError, PeerError, within_s=3.0):
+                with raises(TransferTimeoutError, PeerError):
                     transport.connect(endpoint, timeout_s=0.5, name="mute")
                 assert time.monotonic() - start >= 0.4
                 transport.connect(self.endpoint, timeout_s=10.0)
@@ -157,7 +157,7 @@ class TestNixlByListener(TransportContract):
         forged = encode_endpoint(Endpoint("nixl", true.incarnation, 0, true.regions, payload))
         transport = self.open()
         try:
-            with raises(PeerError, within_s=20.0) as caught:
+            with raises(PeerError, TransferTimeoutError) as caught:  # a name server may be silent
                 transport.connect(forged, timeout_s=1.0)
             assert "no-such-host" in str(caught[0])
         finally:

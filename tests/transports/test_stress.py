@@ -290,6 +290,10 @@ class User:
             self.transport.check(poisoned or not mine, "memory is not quarantined, and may be written")
 
 
+def seen_enough(users: list[User]) -> bool:
+    return sum(user.done for user in users) > 20 and sum(user.failed for user in users) > 5
+
+
 @pytest.mark.parametrize("scope", ["peer", "agent", "none"])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_chaos(scope: str, seed: int) -> None:
@@ -323,6 +327,9 @@ def test_chaos(scope: str, seed: int) -> None:
     for thread in threads:
         thread.start()
     time.sleep(3.0)
+    give_up = time.monotonic() + JOIN_S
+    while time.monotonic() < give_up and not seen_enough(users):
+        time.sleep(0.1)
     transport.calm = True
     # The end comes while they are at work, and from two sides.
     closers = [threading.Thread(target=transport.close) for _ in range(2)]
@@ -340,8 +347,7 @@ def test_chaos(scope: str, seed: int) -> None:
     assert transport.open_pieces == set()
     assert transport.links == set()
     assert transport.regions == []
-    assert sum(user.done for user in users) > 20
-    assert sum(user.failed for user in users) > 5
+    assert seen_enough(users)
     source.close()
 
 
@@ -394,6 +400,9 @@ def test_real_backends_with_peers_that_come_and_go(backend: str) -> None:
     for thread in threads:
         thread.start()
     time.sleep(8.0)
+    give_up = time.monotonic() + JOIN_S
+    while time.monotonic() < give_up and not (set(good) == {0, 1, 2} and bad) and not wrong:
+        time.sleep(0.1)
     stop.set()
     for thread in threads:
         thread.join(JOIN_S)

@@ -36,6 +36,10 @@ NBYTES = 1 << 24
 SETTINGS = {"cma": {}, "tcp": {"tls": "tcp"}}
 
 
+FAST_OVER_TCP = pytest.mark.parametrize("path", [pytest.param("cma", marks=pytest.mark.slow), "tcp"], indirect=True)
+"""For faults that the contract has over CMA already (`test_ucx.py`)."""
+
+
 @pytest.fixture(params=list(SETTINGS))
 def path(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -81,6 +85,7 @@ def assert_healthy(reader: UcxTransport, prepared: Prepared, peer: PeerProcess, 
     assert peer.alive
 
 
+@FAST_OVER_TCP
 def test_killed_before_a_read(reader, target, start, path):
     with start() as healthy, start() as victim:
         good, bad = (prepare(reader, p, target, n) for p, n in ((healthy, "healthy"), (victim, "victim")))
@@ -96,6 +101,7 @@ def test_killed_before_a_read(reader, target, start, path):
         assert_healthy(reader, good, healthy, target)
 
 
+@FAST_OVER_TCP
 def test_killed_during_a_read(reader, target, start, path):
     with start() as healthy, start() as victim:
         good, bad = (prepare(reader, p, target, n, 4096) for p, n in ((healthy, "healthy"), (victim, "victim")))
@@ -167,7 +173,8 @@ def test_unmapped_behind_our_back_over_cma(reader, target, start, path):
         assert_healthy(reader, good, healthy, target)
 
 
-@pytest.mark.parametrize("piece", [4096, 1 << 20])
+@FAST_OVER_TCP
+@pytest.mark.parametrize("piece", [4096, pytest.param(1 << 20, marks=pytest.mark.slow)])
 def test_owner_closes_while_it_is_read(reader, target, start, path, piece):
     """UCX crashes if a worker with replies, or with copies, under way is destroyed."""
     for round_ in range(3):

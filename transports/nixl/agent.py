@@ -178,10 +178,7 @@ class Agent:
 
         A dead listener never makes NIXL raise: the deadline is all there is.
         """
-        try:
-            address = socket.gethostbyname(host.decode("utf-8", "strict"))
-        except (OSError, UnicodeError) as error:
-            raise PeerError(f"peer {peer!r}: no address for its listener {host!r}: {error}", peer=peer) from error
+        address = _resolve(host, peer, deadline)
         with self.lock, mapped(f"asking {address}:{port} for metadata of peer {peer!r}", peer, dialling=True):
             self.native.fetch_remote_metadata(remote, address, port)
         for pause in backoff():
@@ -263,3 +260,25 @@ class Agent:
                 raise TransferError(f"NIXL agent {self.name} is still referred to and cannot be destroyed")
             self._landing.clear()
             self._free_slots.clear()
+
+
+def _resolve(host: bytes, peer: str, deadline: float) -> str:
+    """Return a host's address; `socket.gethostbyname` knows no deadline, and a name server may be silent for long."""
+    found: list[str] = []
+    failed: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            found.append(socket.gethostbyname(host.decode("utf-8", "strict")))
+        except (OSError, UnicodeError) as error:
+            failed.append(error)
+
+    asking = threading.Thread(target=ask, name="reshard-resolve", daemon=True)
+    asking.start()
+    asking.join(max(deadline - time.monotonic(), 0.0))
+    if found:
+        return found[0]
+    where = f"peer {peer!r}: no address for its listener {host!r}"
+    if failed:
+        raise PeerError(f"{where}: {failed[0]}", peer=peer) from failed[0]
+    raise TransferTimeoutError(f"{where} within the deadline", peer=peer)

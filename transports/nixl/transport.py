@@ -30,6 +30,7 @@ from reshard.transports.errors import (
     TransferError,
     TransferTimeoutError,
     TransportError,
+    TransportUnavailableError,
 )
 from reshard.transports.hostmem import allocate_host
 from reshard.transports.identity import ProcessIdentity
@@ -46,6 +47,7 @@ logger = getLogger(__name__)
 
 # after the process: beacon address and descriptor, listener port (0: a blob follows; else the listener's host does)
 _PAYLOAD = struct.Struct("<QiH")
+_PORT_TRIES = 4
 
 
 class NixlTransport(CommonTransport):
@@ -163,15 +165,11 @@ class NixlTransport(CommonTransport):
 
     def _serve(self) -> Agent:
         if self._serving is None:
-            port = 0
-            if self._listener is not None:
-                port = self._listener[1] or _free_port()
-                self._listener = (self._listener[0], port)
-            agent = Agent(
-                self._agent_name(self.incarnation),
-                AgentSettings(self._backend, self._options, True, port, self._telemetry),
-            )
             page = SharedPages(BEACON_BYTES)
+            name = self._agent_name(self.incarnation)
+            agent, port = self._start_agent(name, self._listener[1] if self._listener else 0, progress_thread=True)
+            if self._listener is not None:
+                self._listener = (self._listener[0], port)
             region = Region.of(page.array)
             agent.register(region)
             for entry in self._ledger.all_entries():
@@ -181,15 +179,25 @@ class NixlTransport(CommonTransport):
             self._serving = agent
         return self._serving
 
+    def _start_agent(self, name: str, port: int, *, progress_thread: bool) -> tuple[Agent, int]:
+        """Return an agent and the port of its listener, if there is to be one; 0 takes a free one."""
+        listening = self._listener is not None
+        for left in reversed(range(_PORT_TRIES if listening and not port else 1)):
+            chosen = port or (_free_port() if listening else 0)
+            settings = AgentSettings(self._backend, self._options, progress_thread, chosen, self._telemetry)
+            try:
+                return Agent(name, settings), chosen
+            except TransportUnavailableError:
+                if not left:  # else another process may have taken the port meanwhile
+                    raise
+        raise AssertionError("unreachable")
+
     def _read(self) -> Agent:
         with self._lock:
             if self._reading is None:
                 # Only an agent that listens itself has the thread that fetches metadata.
-                port = _free_port() if self._listener is not None else 0
-                agent = Agent(
-                    f"{self._agent_name(self.incarnation)}-r{self._epoch}",
-                    AgentSettings(self._backend, self._options, False, port, self._telemetry),
-                )
+                name = f"{self._agent_name(self.incarnation)}-r{self._epoch}"
+                agent, _ = self._start_agent(name, 0, progress_thread=False)
                 for entry in self._ledger.all_entries():
                     agent.register(entry.region)
                 self._reading = agent

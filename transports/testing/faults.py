@@ -118,8 +118,8 @@ class FaultContract(ContractBase):
                 peer = transport.connect(endpoint, timeout_s=10.0, name=f"peer-{at}")
                 lists.append(transport.prepare(peer, rows(target.region.address + at * MIB, MIB), rows(remote, MIB)))
             processes[1].signal(signal.SIGKILL)
-            with raises(PeerError, TransferTimeoutError, within_s=3.0 + SLACK_S) as caught:
-                read(transport, lists, timeout_s=3.0, finish_others=True)
+            with raises(PeerError, TransferTimeoutError, within_s=5.0 + SLACK_S) as caught:
+                read(transport, lists, timeout_s=5.0, finish_others=True)
             error = caught[0]
             assert isinstance(error, TransportError)
             assert error.peer == "peer-1"

@@ -19,8 +19,8 @@ KIB, MIB = 1 << 10, 1 << 20
 SERVED_BYTES = 8 * MIB
 LARGE_BYTES = 72 * MIB
 """More than one slice, so that a deadline or a death falls in the middle of the reading."""
-SLACK_S = 2.0
-"""How late an error may come on a loaded machine."""
+SLACK_S = 8.0
+"""How late an error may come on a loaded machine: what waits without a deadline comes later, or never."""
 
 
 @contextlib.contextmanager

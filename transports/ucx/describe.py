@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 from reshard.transports.regions import MemoryKind
 from reshard.transports.ucx.context import DEFAULTS, Context
-from reshard.transports.ucx.library import load_library
+from reshard.transports.ucx.library import Library, load_library
 
 NETWORK = ("rc", "dc", "gga", "srd", "ugni")
 """Prefixes of UCX transports that read another host's memory in hardware."""
+CMA_SINCE = (1, 20)
+"""Before this version UCX has no CMA for endpoints that survive their peers, and emulates reads on one host, too."""
 ONE_HOST = ("cma", "xpmem", "knem", "cuda_ipc", "rocm_ipc")
 """UCX transports that read another process's memory directly."""
 
@@ -78,7 +80,7 @@ def describe(library: str = "", config: Mapping[str, str] | None = None) -> UcxD
         kinds,
         resources,
         environment,
-        tuple(_warnings(loaded.origin, resources, environment)),
+        tuple(_warnings(loaded, resources, environment)),
     )
 
 
@@ -87,18 +89,20 @@ def emulated(transports: tuple[tuple[str, str], ...]) -> bool:
     return not any(name in ONE_HOST or name.startswith(NETWORK) for name, _ in transports)
 
 
-def _warnings(origin: str, resources: tuple[tuple[str, str], ...], environment: Mapping[str, str]) -> list[str]:
+def _warnings(library: Library, resources: tuple[tuple[str, str], ...], environment: Mapping[str, str]) -> list[str]:
     warnings = []
     names = {name for name, _ in resources}
     if not any(name.startswith(NETWORK) for name in names):
         hint = (
             "; the libucx wheel has no InfiniBand: install UCX with it and set RESHARD_UCX_LIBRARY=system"
-            if origin == "wheel"
+            if library.origin == "wheel"
             else ""
         )
         warnings.append(f"between hosts reads are a software emulation over TCP by the owner's process{hint}")
     if not names.intersection(ONE_HOST):
         warnings.append("on one host reads are a software emulation: UCX has no CMA here (UCX_TLS, or ptrace rights)")
+    elif library.version < CMA_SINCE:
+        warnings.append("on one host reads are a software emulation: before 1.20 UCX has no CMA that survives a peer")
     for key, value in DEFAULTS.items():
         if environment.get(f"UCX_{key}", value) != value:
             was = environment[f"UCX_{key}"]

@@ -41,6 +41,11 @@ _STUCK: list[Lane] = []
 """Lanes whose reads would not end: UCX may still use their memory, so it is never freed."""
 
 
+def any_stuck(context: Context) -> bool:
+    """Return whether a lane of a context is stuck, so that the context, and what is mapped in it, must stay."""
+    return any(lane.context is context for lane in _STUCK)
+
+
 @dataclass(slots=True)
 class Gets:
     """A list of gets; columns of length N, or 1 where all rows share a value.
@@ -132,6 +137,7 @@ class Lane:
 
     def __init__(self, context: Context, peer: str, address: bytes, process: ProcessIdentity) -> None:
         self.peer = peer
+        self.context = context
         self._process = process
         self.library = context.library
         self._lock = threading.Lock()

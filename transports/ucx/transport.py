@@ -6,6 +6,7 @@ lane ends everything it began, so a time-out costs the connection to that peer a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -39,7 +40,7 @@ from reshard.transports.transfer import Slice
 from reshard.transports.ucx.callbacks import callbacks_of
 from reshard.transports.ucx.context import MEMORY_TYPES, Context, MappedMemory
 from reshard.transports.ucx.describe import emulated
-from reshard.transports.ucx.lane import Gets, Lane
+from reshard.transports.ucx.lane import Gets, Lane, any_stuck
 from reshard.transports.ucx.library import load_library
 from reshard.transports.ucx.payload import UcxAddress, decode_address, encode_address
 from reshard.transports.ucx.worker import ServingThread, Worker
@@ -100,20 +101,21 @@ class UcxTransport(CommonTransport):
         settings = dict(config or {})
         settings.update({k: v for k, v in (("TLS", tls), ("NET_DEVICES", net_devices)) if v})
         self._context = Context(load_library(library), settings)
-        try:
-            self._serving = Worker(self._context)
-        except BaseException:
-            self._context.close()
-            raise
-        self._process = ProcessIdentity.own()
-        callbacks = callbacks_of(self._context.library)
-        callbacks.serve_identity(self._serving.handle, callbacks.new_token(), self.incarnation)
-        self._address = self._serving.address()
+        self._end = threading.Lock()
         self._beacon_memory = allocate_pages(BEACON_BYTES)
         self._beacon = Beacon(self._beacon_memory, self.incarnation)
-        self._beacon_map = self._context.map(Region.of(self._beacon_memory))
-        self._server = ServingThread(self._serving)
-        self._end = threading.Lock()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._context.close)
+            self._process = ProcessIdentity.own()
+            self._serving = Worker(self._context)
+            undo.callback(self._serving.close)
+            callbacks = callbacks_of(self._context.library)
+            callbacks.serve_identity(self._serving.handle, callbacks.new_token(), self.incarnation)
+            self._address = self._serving.address()
+            self._beacon_map = self._context.map(Region.of(self._beacon_memory))
+            undo.callback(self._context.unmap, self._beacon_map)
+            self._server = ServingThread(self._serving)
+            undo.pop_all()
 
     @staticmethod
     def probe() -> str:
@@ -179,8 +181,7 @@ class UcxTransport(CommonTransport):
 
     def _settles(self, error: TransportError) -> bool:
         # A lane that failed was torn down at once, so that it writes no more, unless it is stuck.
-        lanes = [cast(UcxPeer, peer.native).lane for peer in self._peers.values() if peer.native is not None]
-        return not any(lane.stuck for lane in lanes)
+        return not any_stuck(self._context)
 
     def _gate(self, peer: ConnectedPeer) -> Slice:
         return _native(peer).gate()
@@ -207,8 +208,8 @@ class UcxTransport(CommonTransport):
             super().close()
 
     def _shut_down(self) -> None:
-        if self._serving.handle:
-            _LEFT.append(self)  # it still has peers: freeing what UCX uses would crash the process
+        if self._serving.handle or any_stuck(self._context):
+            _LEFT.append(self)  # it still has peers, or a lane: freeing what UCX uses would crash the process
             return
         self._context.unmap(self._beacon_map)
         self._context.close()
