@@ -83,7 +83,9 @@ def free_port() -> int:
 
 
 def find_redis() -> str | None:
-    return shutil.which("redis-server") or shutil.which("valkey-server")
+    """The server to test with: RESHARD_REDIS_SERVER if it is set, else Redis or Valkey from the PATH."""
+    named = os.environ.get("RESHARD_REDIS_SERVER", "")
+    return shutil.which(named) if named else shutil.which("redis-server") or shutil.which("valkey-server")
 
 
 @pytest.fixture(scope="session")

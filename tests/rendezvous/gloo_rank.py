@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -116,6 +118,13 @@ class Scenarios:
         assert_rank_order(timeout_s=TIMEOUT_S)
         assert_rank_order(self.rank, timeout_s=TIMEOUT_S)
         return "ordered"
+
+    def the_pages_example(self):
+        page = Path(__file__).parents[2] / "docs/consensus.md"
+        (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+        scope: dict[str, object] = {}
+        exec(compile(code, str(page), "exec"), scope)
+        return [scope["go_on"], len(scope["inventories"])]
 
     def rank_order_swapped(self):
         return assert_rank_order({0: 1, 1: 0}.get(self.rank, self.rank), timeout_s=TIMEOUT_S)

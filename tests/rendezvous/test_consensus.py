@@ -41,6 +41,7 @@ COMMON = [
     "each_refuses_in_turn",
     "votes_of_other_sequences",
     "other_calls",
+    "the_pages_example",
     "rank_order",
     "rank_order_swapped",
     "refused_arguments_do_not_touch_the_group",
@@ -131,6 +132,10 @@ def test_gathers_with_other_bounds_or_kinds_are_refused_by_all(group):
     for rank, error in enumerate(group.errors("gather_other_kinds")):
         assert error["field"] == "kind"
         assert set(error["failures"].values()) == ({"plain"} if rank == 0 else {"RunIdentity"})
+
+
+def test_the_example_of_the_page_runs(group):
+    assert group.values("the_pages_example") == [[True, group.world]] * group.world
 
 
 def test_digest_consensus(group):
