@@ -8,7 +8,7 @@ Together they say that each requested byte is written exactly once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -69,9 +69,9 @@ class Certificate:
     unwritten_bytes: int
     buffer_written_bytes: Int64
     buffer_filled_bytes: Int64
-    _reads: ReadTable
-    _sources: ShardTable
-    _used_tensors: Int64
+    _reads: ReadTable = field(repr=False)
+    _sources: ShardTable = field(repr=False)
+    _used_tensors: Int64 = field(repr=False)
 
     @cached_property
     def unconsumed(self) -> tuple[str, ...]:
