@@ -369,6 +369,20 @@ def test_a_version_may_go_once_its_leases_ended_though_votes_are_open(rdv: Rende
         assert [v.result(timeout=60).decision for v in votes] == [Decision.COMMIT] * 2
 
 
+def test_a_publish_is_repeated_after_its_version_has_gone(rdv: Rendezvous) -> None:
+    """Its answer was lost, and the others were quick: the publisher that asks again hears that it is done."""
+    worker, other = trainer(rdv, "t0"), trainer(rdv, "t0")
+    digest, another = rdv.put_table(make_part("t0")), rdv.put_table(make_part("t0", (4, 8)))
+    uid = rdv.open_version(VersionKey(MODEL, 0, 1), ["t0"])
+    rdv.publish_slot(uid, make_record("t0", worker.id, digest), worker)
+    assert rdv.retire(uid)
+    rdv.publish_slot(uid, make_record("t0", worker.id, digest), worker)
+    for table, who in ((another, worker), (digest, other)):
+        with pytest.raises(StaleError, match="is gone"):
+            rdv.publish_slot(uid, make_record("t0", who.id, table), who)
+    assert rdv.describe().versions == ()
+
+
 def test_a_lease_ends_by_itself(rdv: Rendezvous) -> None:
     uid = publish(rdv, 1, {"t0": trainer(rdv, "t0")})
     reader = receiver(rdv, "r0")
@@ -488,6 +502,12 @@ def test_n12_names_out_of_bounds(rdv: Rendezvous, name: str, fault: str) -> None
     with pytest.raises(InvalidRequestError, match=fault) as caught:
         rdv.open_version(VersionKey(MODEL, 0, 1), ["t0", name])
     assert caught.value.field == "slots[1]"
+
+
+def test_a_name_given_twice_is_found_in_time_among_many(rdv: Rendezvous) -> None:
+    slots = [f"{i:0200d}" for i in range(16_383)]
+    with pytest.raises(InvalidRequestError, match="is given twice"):
+        rdv.open_version(VersionKey(MODEL, 0, 1), [*slots, slots[-1]])
 
 
 def test_n12_names_within_bounds_round_trip(rdv: Rendezvous) -> None:

@@ -32,6 +32,9 @@ from reshard.rendezvous.errors import (
     RendezvousUnavailableError,
 )
 from reshard.rendezvous.exposure import is_loopback
+from reshard.rendezvous.faults import error_from_detail
+from reshard.rendezvous.link import Link
+from reshard.rendezvous.optional import pb
 from reshard.rendezvous.records import model_key
 from reshard.rendezvous.service import Server, serve
 from reshard.rendezvous.types import Decision, TLSFiles, VersionKey, WorkerInfo
@@ -253,6 +256,37 @@ def test_an_outage_is_an_error_and_within_the_deadline() -> None:
             with pytest.raises(RendezvousUnavailableError, match=r"127\.0\.0\.1:1"):
                 call()
             assert time.monotonic() - started < 15.0
+
+
+def test_an_outage_that_the_deadline_cuts_short_stays_an_outage() -> None:
+    """The last attempt is under way at the deadline: what it could not hear does not hide why there were others."""
+
+    async def attempts(*failures: Exception) -> None:
+        link, left = Link("127.0.0.1:1", None, None), iter(failures)
+
+        async def call(left_s: float) -> None:
+            raise next(left)
+
+        try:
+            await link.retry("Describe", call, 5.0)
+        finally:
+            await link.close()
+
+    outage, silence = RendezvousUnavailableError("refused"), RendezvousTimeoutError("no answer")
+    said = RendezvousTimeoutError("2 of 3 slots", missing_slots=("t2",), waited_s=0.2)
+    with pytest.raises(RendezvousUnavailableError, match="refused"):
+        asyncio.run(attempts(outage, silence))
+    with pytest.raises(RendezvousTimeoutError, match="2 of 3"):
+        asyncio.run(attempts(outage, said))
+    with pytest.raises(RendezvousTimeoutError, match="no answer"):
+        asyncio.run(attempts(silence))
+
+
+def test_errors_of_a_later_version_are_of_the_tree() -> None:
+    error = error_from_detail(pb.Error(kind=99, message="something new").SerializeToString())
+    assert (type(error), str(error)) == (RendezvousError, "something new")
+    with pytest.raises(InvalidRequestError, match="are no Error"):
+        error_from_detail(b"\xff\xff")
 
 
 def test_calls_wait_out_a_server_that_comes_late() -> None:

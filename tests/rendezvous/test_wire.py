@@ -7,7 +7,7 @@ import importlib.util
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -23,12 +23,14 @@ from tests.strategies import scenarios, shard_parts
 from reshard.planner.dictionaries import TensorDict
 from reshard.planner.geometries import GeometryDict
 from reshard.planner.shards import Holder, Shard, ShardPart
+from reshard.proto.v1 import rendezvous_pb2 as pb
 from reshard.proto.v1 import tables_pb2
 from reshard.rendezvous import converts, limits
-from reshard.rendezvous.catalog import BlobCatalog
+from reshard.rendezvous.catalog import BlobCatalog, Lru
 from reshard.rendezvous.columns import compress, pack_columns, unpack_columns
-from reshard.rendezvous.errors import InvalidRequestError
+from reshard.rendezvous.errors import InvalidRequestError, RendezvousError, RendezvousTimeoutError
 from reshard.rendezvous.store import MemoryStore
+from reshard.rendezvous.tablecache import Content, TableCache
 
 ROOT = Path(__file__).resolve().parents[2]
 run = asyncio.run
@@ -250,6 +252,60 @@ def test_a_table_is_seen_whole_or_not_at_all() -> None:
     assert run(catalog.n_rows(part.digest)) is None
     assert run(catalog.put_table(*digests, {part.digest: rows, part.geometries.digest: geometries})) == []
     assert run(catalog.n_rows(part.digest)) == 4
+
+
+def test_a_known_dictionary_is_checked_all_the_same() -> None:
+    """The store has lost it, the service still has it decoded: what is sent under its digest is not taken on trust."""
+    store = MemoryStore()
+    catalog = BlobCatalog(store)
+    part, other = repeated_part(4), repeated_part(5)
+    digests = (part.digest, part.tensors.digest, part.geometries.digest)
+    right = dict(zip((part.tensors.digest, part.geometries.digest, part.digest), encode(part), strict=True))
+    wrong = encode(other)
+    assert run(catalog.put_table(*digests, right)) == []
+    assert run(catalog.put_table(*digests, right)) == []
+    for digest, blob in ((part.tensors.digest, wrong[0]), (part.geometries.digest, wrong[1])):
+        forged = {**right, digest: blob}
+        if blob == right[digest]:
+            continue
+        with pytest.raises(InvalidRequestError, match="content has digest"):
+            run(catalog.put_table(*digests, forged))
+        run(store.close())
+        with pytest.raises(InvalidRequestError, match="content has digest"):
+            run(catalog.put_table(*digests, forged))
+        assert run(catalog.missing([digest])) == [digest]
+        assert run(catalog.put_table(*digests, right)) == []
+
+
+def test_many_tables_at_once_need_no_room_in_the_cache() -> None:
+    cache = TableCache()
+    parts = [repeated_part(n) for n in range(1, 40)]
+    cache._parts, cache._tensors, cache._geometries = Lru(4), Lru(2), Lru(2)
+    kinds = (pb.CONTENT_KIND_TENSORS, pb.CONTENT_KIND_GEOMETRIES, pb.CONTENT_KIND_PART)
+
+    async def fetch(missing: Sequence[bytes], have: Sequence[bytes]) -> list[Content]:
+        sent, contents = set(have), []
+        for part in parts:
+            for kind, digest, blob in zip(
+                kinds, (part.tensors.digest, part.geometries.digest, part.digest), encode(part), strict=True
+            ):
+                if (part.digest in missing) and digest not in sent:
+                    sent.add(digest)
+                    contents.append((kind, digest, blob))
+        return contents
+
+    wanted = [part.digest for part in parts]
+    for _ in range(2):
+        assert list(run(cache.get(wanted, fetch, 30.0))) == wanted
+    with pytest.raises(RendezvousError, match="did not send 1 of 1"):
+        run(cache.get([bytes(32)], fetch, 30.0))
+
+    async def hang(missing: Sequence[bytes], have: Sequence[bytes]) -> list[Content]:
+        await asyncio.sleep(60.0)
+        return []
+
+    with pytest.raises(RendezvousTimeoutError, match=r"within 0\.05 s"):
+        run(cache.get([bytes(32)], hang, 0.05))
 
 
 def test_generated_modules_are_current(tmp_path: Path) -> None:
