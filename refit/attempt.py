@@ -1,8 +1,8 @@
 """One refit of one rank, from the awaited version to the group's second decision.
 
-    before the vote      discover, plan, read, verify: a failure votes no, releases lease and broken peers, and is
-    raised the vote             an answer that is lost leaves the rank IN_DOUBT: it asks until it learns after
-    COMMIT         install, check, report: a failure, here or on another rank, ends in QUARANTINED
+    before the vote   discover, plan, read, verify: a failure votes no, releases lease and broken peers, and is raised
+    the vote          an answer that is lost leaves the rank IN_DOUBT: it asks until it learns
+    after COMMIT      install, check, report: a failure, here or on another rank, ends in QUARANTINED
 
 In ``stream`` mode nothing is read before the vote: yes means planned, connected and paused, and each part is read,
 verified and written into the live weights after COMMIT, under the same lease.
@@ -11,7 +11,7 @@ verified and written into the live weights after COMMIT, under the same lease.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 from reshard.planner.errors import CoverageError, PlanError
@@ -151,6 +151,7 @@ class Attempt:
     def _obtain(self, manifest: Manifest) -> Planned:
         """Plan and read; holders that cannot be reached, or leave memory in doubt, are planned around."""
         r = self._receiver
+        r.bench.drop(frozenset(), self._deadline.left_s)
         while True:
             try:
                 planned = self._prepare(manifest)
@@ -243,21 +244,43 @@ class Attempt:
 
     def _say_no(self, error: BaseException) -> None:
         """Leave nothing behind: broken peers, poisoned memory, lease; and let the group abort."""
-        r = self._receiver
         self._clock.stop()
         self.machine.fail()
-        if isinstance(error, TransportError):
-            r.bench.drop(failed_peers(error), self._deadline.left_s)
-        elif isinstance(error, HolderLostError):
-            r.bench.drop(frozenset(error.holders), self._deadline.left_s)
-        if r.one_shot:
-            r.reader.links.close()
-        if self._keeper is not None:
-            self._keeper.release()
-        r.bench.resume_engine()
+        self._let_go(error)
+        self._quietly(self._resume)
         if self._manifest is not None:
             self._agreement(self._manifest).no(error, self._deadline.left_s)
         self._emit_stages("aborted")
+
+    def _let_go(self, error: BaseException) -> None:
+        """Release what a failure must not keep, one step after the other even if one of them fails too."""
+        r = self._receiver
+        bad: frozenset[str] = frozenset()
+        if isinstance(error, TransportError):
+            bad = failed_peers(error)
+        elif isinstance(error, HolderLostError):
+            bad = frozenset(error.holders)
+        # Whatever the error was: reads that were in flight then may have been abandoned.
+        self._quietly(lambda: r.bench.drop(bad, self._deadline.left_s))
+        if r.one_shot:
+            self._quietly(r.reader.links.close)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Release the lease, if it is still held."""
+        if self._keeper is not None:
+            self._quietly(self._keeper.release)
+
+    def _resume(self) -> None:
+        """Let the engine serve again, unless its weights are not to be trusted."""
+        if self._receiver.state in ("empty", "serving"):
+            self._receiver.bench.resume_engine()
+
+    def _quietly(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except Exception:  # the first error is the one that the caller gets
+            logger.exception("member %s: cleaning up after a failed refit", self._receiver.member)
 
     # -- the vote
 
@@ -294,8 +317,8 @@ class Attempt:
         if facts.decision is Decision.ABORT:
             self.machine.fail()
             self._release()
-            r.bench.resume_engine()
             r.restore_state()
+            self._resume()
             self._emit_stages("aborted")
             reason = facts.reason or "no reason given"
             raise RefitAborted(
@@ -355,10 +378,7 @@ class Attempt:
         r = self._receiver
         self.machine.fail()
         r.set_state("quarantined", None)
-        if isinstance(error, TransportError):
-            r.bench.drop(failed_peers(error), self._deadline.left_s)
-        if self._keeper is not None:
-            self._keeper.release()
+        self._let_go(error)
         self._agreement(manifest).installed(error, deadline.left_s)
         self._emit_stages("quarantined")
         if isinstance(error, Exception):

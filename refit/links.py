@@ -1,7 +1,8 @@
 """Which peers is a receiver connected to? One connection a holder, kept until it must not be used any more.
 
 A link is good for one process life and one region table of its holder: a slot filled by another worker, or with
-another endpoint message, is dialled anew, and the old peer is released first. A holder's name is claimed by the
+another endpoint message, is dialled anew, and so is a peer that its transport reads from no more; the old peer is
+released first. A holder's name is claimed by the
 transport before it is dialled, so a holder that was never acquired is never released.
 """
 
@@ -88,7 +89,9 @@ class Links:
                 )
             link = self._links.get(name)
             if link is not None:
-                if link.worker_id == record.worker_id and link.endpoint == endpoint:
+                # A healthy peer fails too if a read from it was abandoned, for instance because another one's failed.
+                well = not getattr(link.peer, "failed", "")
+                if well and link.worker_id == record.worker_id and link.endpoint == endpoint:
                     continue
                 self.release((name,))
             peer = self._dial(name, endpoint, deadline)

@@ -275,27 +275,25 @@ class Reader:
                 )
         return totals
 
-    def poisoned(self) -> bool:
-        """After an abandoned read: give up memory that a late write may still change; tells whether there was any."""
+    def poisoned(self) -> tuple[Arena, ...]:
+        """Arenas that a late write may still change, after an abandoned read."""
         regions = self._transport.quarantined()
-        if not regions:
-            return False
-        self.forget_lists()
-        hit = [
+        arenas = (*self._shadows, self._staging, self._meta, self._loader)
+        return tuple(
             arena
-            for arena in (*self._shadows, self._staging, self._meta, self._loader)
+            for arena in arenas
             if arena is not None and any(r.address < arena.base + arena.nbytes and arena.base < r.stop for r in regions)
-        ]
-        if any(a in hit for a in self._shadows):
+        )
+
+    def give_up(self, arenas: Sequence[Arena]) -> None:
+        """Let go of memory that must not be used again, and allocate other memory next time."""
+        self.forget_lists()
+        if any(a in arenas for a in self._shadows):
             # The arena that the engine serves from was not read into and stays with the engine, which holds its memory.
             self._drop("shadow")
-        if self._staging in hit:
-            self._drop("staging")
-        if self._meta in hit:
-            self._drop("meta")
-        if self._loader in hit:
-            self._drop("loader")
-        return bool(hit)
+        for what, arena in (("staging", self._staging), ("meta", self._meta), ("loader", self._loader)):
+            if arena in arenas:
+                self._drop(what)
 
     def release(self) -> None:
         """Free lists and memory; peers stay (they belong to the reader that this one shares them with)."""

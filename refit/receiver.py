@@ -13,6 +13,7 @@ by itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import threading
@@ -179,6 +180,8 @@ class Receiver:
         self._worker: Worker | None = None
         self._doubt: Attempt | None = None
         self._busy = threading.Lock()
+        self._owner = 0
+        self._before_doubt: ServingState = "empty"
         self._served: VersionKey | None = None
         self._closed = False
 
@@ -214,14 +217,27 @@ class Receiver:
         ReshardError
             Any other failure came before the vote: the old weights serve.
         """
+        return self._refit(version, after, only, timeout_s, one_shot=False)
+
+    def _refit(
+        self,
+        version: Literal["latest"] | int | VersionKey,
+        after: VersionKey | None,
+        only: Sequence[str],
+        timeout_s: float,
+        *,
+        one_shot: bool,
+    ) -> RefitReport:
         deadline = Deadline(timeout_s, f"refit of member {self.member!r} of group {self.group!r}")
         if not self._busy.acquire(blocking=False):
             raise RefitError(f"member {self.member!r} is refitting already")
         try:
             if self._closed:
                 raise RefitError(f"member {self.member!r}: the receiver is closed")
+            self._owner = threading.get_ident()
             if self._doubt is not None:
                 self._settle(deadline)
+            self.one_shot = one_shot
             attempt = Attempt(
                 self, StageClock(self._on_stage), deadline, tuple(only), settings.debug_sentinel(self._sentinel)
             )
@@ -230,7 +246,10 @@ class Receiver:
             finally:
                 if attempt.in_doubt:
                     self._doubt = attempt
+                elif one_shot:
+                    self.bench.forget()
         finally:
+            self._owner = 0
             self._busy.release()
 
     def load(
@@ -242,14 +261,10 @@ class Receiver:
     ) -> RefitReport:
         """Load once: as `refit`, but peers are released as part of the load, after verification and before the lease.
 
-        On failure too: nothing of it is left when this returns or raises, but the engine's weights.
+        On failure too: nothing of it is left when this returns or raises, but the engine's weights. A rank that is
+        in doubt keeps the memory that it may have to install, until it has learnt the decision.
         """
-        self.one_shot = True
-        try:
-            return self.refit(version, only=only, timeout_s=timeout_s)
-        finally:
-            self.one_shot = False
-            self.bench.forget()
+        return self._refit(version, None, only, timeout_s, one_shot=True)
 
     async def arefit(
         self,
@@ -294,9 +309,16 @@ class Receiver:
         raise RefitError(f"member {self.member!r} has no version yet ({self.state})")
 
     def close(self) -> None:
-        """Release peers, registrations and memory and the rendezvous; idempotent. The engine keeps its weights."""
+        """Release peers, registrations and memory and the rendezvous; idempotent. The engine keeps its weights.
+
+        A refit that runs in another thread is waited for: it ends by its deadline.
+        """
         self._closed = True
-        self.bench.forget()
+        mine = self._owner == threading.get_ident()
+        with contextlib.nullcontext() if mine else self._busy:
+            if self._doubt is not None:
+                self._doubt.abandon()
+            self.bench.forget()
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
@@ -312,6 +334,8 @@ class Receiver:
     def set_state(self, state: ServingState, serving: VersionKey | None) -> None:
         """Change what this rank says that it serves."""
         self.serving = serving
+        if state == "in_doubt" and self.state != "in_doubt":
+            self._before_doubt = self.state
         if state in ("serving", "quarantined", "changing"):
             self._served = serving
         if state != self.state:
@@ -331,9 +355,9 @@ class Receiver:
         metrics.observe_refit(record)
 
     def restore_state(self) -> None:
-        """Serve again what was served before an aborted refit."""
+        """Stand again where it stood before an aborted refit: what was quarantined stays so."""
         if self.state == "in_doubt":
-            self.set_state("serving" if self._served is not None else "empty", self._served)
+            self.set_state(self._before_doubt, self._served)
 
     def _settle(self, deadline: Deadline) -> None:
         attempt = self._doubt
@@ -342,6 +366,8 @@ class Receiver:
         attempt.settle(deadline)
         if not attempt.in_doubt:
             self._doubt = None
+            if self.one_shot:
+                self.bench.forget()
 
 
 def preferred_mode(engine: Engine) -> InstallMode:

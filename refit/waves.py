@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from reshard.refit.deadline import Deadline
-from reshard.transports.errors import PoisonedMemoryError, TransportError
+from reshard.transports.errors import PoisonedMemoryError, TransferTimeoutError, TransportError
 
 if TYPE_CHECKING:
     from reshard.transports.base import Prepared, Transfer, Transport
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["WireTotals", "failed_peers", "read_waves"]
 
 _DRAIN_S = 5.0
-_BLAMED = ("failed", "abandoned", "refused")
+_BLAMED = ("failed", "refused")
 
 
 @dataclass(slots=True)
@@ -43,9 +43,19 @@ class WireTotals:
 
 
 def failed_peers(error: TransportError) -> frozenset[str]:
-    """The peers that a transport error blames; not those that were only cancelled because of them."""
-    bad = {name for name, state in error.failures.items() if state.startswith(_BLAMED)}
-    return frozenset(bad | ({error.peer} if error.peer else set()))
+    """The peers that a transport error blames; not those that were only cancelled because of them.
+
+    A healthy peer whose read did not end in time after it was cancelled is ``abandoned`` too: it is blamed only where
+    time ran out, and then before those that did end.
+    """
+    if isinstance(error, PoisonedMemoryError):
+        return frozenset()
+    failed = {name for name, state in error.failures.items() if state.startswith(_BLAMED)}
+    abandoned = {name for name, state in error.failures.items() if state.startswith("abandoned")}
+    named = {error.peer} if error.peer else set()
+    if isinstance(error, TransferTimeoutError):
+        return frozenset(failed | abandoned or named)
+    return frozenset(failed | named or abandoned)
 
 
 def read_waves(
@@ -125,10 +135,11 @@ def _post(transport: Transport, lists: Sequence[Prepared], sums: WireTotals, may
         try:
             posted.append(transport.post(prepared))
         except TransportError as error:
-            error.failures.setdefault(name, f"refused: {error}")
-            if may_lose and not isinstance(error, PoisonedMemoryError):
-                sums.lost[name] = error
-                continue
+            if not isinstance(error, PoisonedMemoryError):
+                error.failures.setdefault(name, f"refused: {error}")
+                if may_lose:
+                    sums.lost[name] = error
+                    continue
             with contextlib.suppress(TransportError):
                 transport.cancel(posted)
                 transport.wait(posted, timeout_s=_DRAIN_S)

@@ -184,17 +184,24 @@ class Workbench:
         Parameters
         ----------
         left_s
-            Seconds that the caller has left; at most `_QUARANTINE_S` of them are spent here.
+            Seconds that the caller has left; at most half of them, and `_QUARANTINE_S`, are spent here.
         """
         self.reader.links.release(names)
-        if self.transport.quarantined():
+        if self._in_doubt():
             # A transport may have to rebuild its agent for this; until then its memory is of no use to anyone.
             with contextlib.suppress(TransferTimeoutError):
-                self.transport.wait_quarantine(timeout_s=min(max(left_s, 0.1), _QUARANTINE_S))
-        if self.transport.quarantined():
+                self.transport.wait_quarantine(timeout_s=min(max(left_s / 2, 0.1), _QUARANTINE_S))
+        if self._in_doubt():
             self.drop_streamer()
-            if self.reader.poisoned():
+            if hit := self.reader.poisoned():
+                self.reader.give_up(hit)
                 self.planned = None
+
+    def _in_doubt(self) -> bool:
+        """Whether memory that is in use here may still be written late."""
+        if not self.transport.quarantined():
+            return False
+        return self._streamer is not None or bool(self.reader.poisoned())
 
     def seed(self, planned: Planned, buffers: Mapping[str, U8], *, quarantined: bool) -> None:
         """Fill buffers that the plan writes only in part with the live bytes."""

@@ -142,8 +142,9 @@ def test_a_module_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
 
 
 PARENT = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background inherits that it is ignored
 from reshard.refit.demo.supervisor import Supervisor
 supervisor = Supervisor((), Path(sys.argv[1]))
 children = [supervisor.start(f"child-{n}", "tests.refit.supervised:obedient", {"greeting": ""}) for n in range(3)]
