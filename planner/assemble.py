@@ -46,7 +46,7 @@ class Items:
         return len(self.cls)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Segment:
     """What is read from one holder.
 
@@ -79,6 +79,11 @@ class Segment:
 
     def __len__(self) -> int:
         return len(self.tensor)
+
+    @property
+    def ranges(self) -> Int64:
+        """int64[K, 4]: first member (a place in `Classes.members`), how many, which shard of it, source offset."""
+        return np.frombuffer(self.key, np.int64).reshape(-1, 4)
 
     def moved(self, part: int, item: Int64) -> Segment:
         """The same columns under another part number and other item numbers."""
@@ -125,11 +130,12 @@ def assemble(
     columns = np.stack([first, size, nth, items.src_offset[item]], axis=1)
     begin = np.flatnonzero(np.diff(part, prepend=-1))
     present, end = part[begin], np.append(begin[1:], len(part))[: len(begin)]
+    keys, row_bytes = columns.tobytes(), columns.itemsize * columns.shape[1]
     shared: dict[bytes, Int64] = {}
     inverse = np.zeros(len(classes.tensor), np.int64)
     out = []
     for p, a, b in zip(present.tolist(), begin.tolist(), end.tolist(), strict=True):
-        key = columns[a:b].tobytes()
+        key = keys[a * row_bytes : b * row_bytes]
         rows = classes.parts[p]
         old = known.get(p) if known is not None else None
         if old is not None and old[0] is rows.part and old[1].key == key:

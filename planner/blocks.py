@@ -84,25 +84,26 @@ class Blocks:
         return self._gathered(lambda _, s: s.src_offset)
 
     @cached_property
-    def _request(self) -> Int64:
+    def request_number(self) -> Int64:
+        """Row in `Plan.requests`."""
         t = self._plan.templates
         return t.classes.request_first[self._needed] + t.requests.nth[t.pieces.request[self.piece]]
 
     @cached_property
     def request(self) -> Int64:
         """Row in the read table."""
-        return self._plan.requests.origin[self._request]
+        return self._plan.requests.origin[self.request_number]
 
     @cached_property
     def buffer(self) -> Int64:
         """Destination buffer."""
-        return self._plan.requests.buffer[self._request]
+        return self._plan.requests.buffer[self.request_number]
 
     @cached_property
     def dst_offset_bytes(self) -> Int64:
         """First byte in the buffer."""
         bits = self._plan.buffers.bits[self.buffer]
-        first = self._plan.requests.dst_offset[self._request] * bits // 8
+        first = self._plan.requests.dst_offset[self.request_number] * bits // 8
         return first + self._plan.templates.layout.dst_offset[self.piece]
 
     @cached_property
@@ -122,7 +123,7 @@ class Blocks:
         if waves.request_wave is None:
             return np.zeros(len(self), np.int64)
         staged = self._unit >= 0
-        return np.where(staged, waves.unit_wave[self._unit], waves.request_wave[self._request])
+        return np.where(staged, waves.unit_wave[self._unit], waves.request_wave[self.request_number])
 
     @cached_property
     def staging_offset_bytes(self) -> Int64:

@@ -1,9 +1,9 @@
 """What does a plan prove, and what does it cost? Certificate, economics and assumptions.
 
-The certificate rests on four proofs that `plan` has made by the time it is built: destination views are
-injective and, after program order, pairwise disjoint; the pieces of every request are pairwise disjoint and
-tile it; every class member equals its template; every piece lies inside its shard and so inside its region.
-Together they say that each requested byte is written exactly once.
+The certificate rests on what `plan` has proved by the time it is built: destination views are injective and, after
+program order, pairwise disjoint (`writes`); the final pieces of every request tile it, and their layouts, fetches,
+staging and serving ranges are what the pieces say (`proof`); every class member equals its template (`classes`).
+Together they say that each requested byte is written exactly once. `proof.prove_blocks` looks at every block instead.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ regions needs no replan at all: bases are given to `Plan.bind`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -147,18 +148,20 @@ def replan(made: Plan, changed: Iterable[ShardPart] = (), removed: Iterable[str]
     if made.options.block_scales:
         check_block_scales(sources, made.reads, made.options.block_scales)
     number = needed_numbers(old_classes.tensor, len(sources.tensors))
-    kept = np.full(len(old.parts), -1, np.int64)
+    now = [-1] * len(old.parts)
     parts = []
     for i, (part, id_map) in enumerate(zip(sources.parts, sources.id_maps, strict=True)):
         j = old.by_name.get(part.holder.name)
         if j is not None and _same(part, old.parts[j]):
-            kept[j] = i
+            now[j] = i
             parts.append(old_classes.parts[j])
         else:
             parts.append(needed_rows(part, id_map, number))
+    kept = np.array(now, np.int64)
     classes = reclassify(old_classes, sources, made.requests, tuple(parts), kept, n_dims)
     known = None
     if classes.members is old_classes.members:
-        segments = {segment.part: segment for segment in made.segments}
-        known = {int(kept[j]): (old_classes.parts[j].part, segments[j]) for j in segments if kept[j] >= 0}
-    return assemble_plan(sources, made.demand, classes, known)
+        known = {now[s.part]: (old_classes.parts[s.part].part, s) for s in made.segments if now[s.part] >= 0}
+    # what is written follows from the requests; only the table that they were held against is another
+    certificate = dataclasses.replace(made.certificate, _sources=sources)
+    return assemble_plan(sources, made.demand, classes, known, certificate)

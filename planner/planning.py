@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from reshard.planner.assemble import Segment, assemble, list_items
-from reshard.planner.certificate import price, write_certificate
+from reshard.planner.certificate import Certificate, price, write_certificate
 from reshard.planner.classes import Classes, build_classes
 from reshard.planner.classify import Int64, classify
 from reshard.planner.convert import can_cast
@@ -25,6 +25,7 @@ from reshard.planner.errors import DTypeError
 from reshard.planner.join import check_coverage, join, template_requests
 from reshard.planner.options import PlanOptions
 from reshard.planner.plans import Demand, Plan, Templates
+from reshard.planner.proof import prove_serving, prove_staging, prove_templates
 from reshard.planner.reads import KIND_CONSTANT, ReadTable
 from reshard.planner.replicas import choose_replicas
 from reshard.planner.requests import Materialised, Requests, order_requests, resolve_tensors, stage_materialised
@@ -112,8 +113,9 @@ def assemble_plan(
     demand: Demand,
     classes: Classes,
     known: Mapping[int, tuple[ShardPart, Segment]] | None = None,
+    certificate: Certificate | None = None,
 ) -> Plan:
-    """Steps 3 to 5, from classes on; `replan` enters here with the segments that it knows."""
+    """Steps 3 to 5, from classes on; `replan` enters here with the segments, and the totals, that it knows."""
     reads, options, buffers, requests = demand.reads, demand.options, demand.buffers, demand.requests
     templates = solve_templates(sources, requests, buffers, classes, options)
     box_bytes = np.zeros(len(templates.boxes), np.int64)
@@ -124,6 +126,11 @@ def assemble_plan(
     serves = choose_replicas(sources, requests, classes, templates.boxes, box_bytes, options)
     segments = tuple(assemble(classes, templates.boxes, templates.items, serves, known))
     waves = plan_waves(classes, requests, templates.fetches, staging_limit(options))
+    prove_templates(templates)
+    prove_serving(templates, segments)
+    prove_staging(templates, waves, staging_limit(options))
+    if certificate is None:
+        certificate = write_certificate(sources, reads, requests, buffers, demand.fills, classes.tensor)
     return Plan(
         sources,
         demand,
@@ -131,7 +138,7 @@ def assemble_plan(
         serves,
         segments,
         waves,
-        write_certificate(sources, reads, requests, buffers, demand.fills, classes.tensor),
+        certificate,
         price(templates, segments, options.strided_rows),
     )
 
@@ -257,7 +264,6 @@ def solve_templates(
     _check_casts(sources, buffers, requests, wanted.row, src_code, dst_code, options)
     boxes = _in_units(source_boxes(sources, classes, options), pack)
     pieces = join(wanted, boxes, len(classes))
-    check_coverage(sources, classes, wanted, pieces, boxes, pack)
     src_unit, dst_unit = _UNIT[src_code], _UNIT[dst_code]
     limit = staging_limit(options)
     layout = lay_out(pieces, wanted, boxes, src_unit, dst_unit)
@@ -272,6 +278,8 @@ def solve_templates(
         # a part of one run needs no staging: it is one descriptor either way
         direct = (layout.n_runs == 1) & ~cast[pieces.request]
         mode = np.where(direct, MODE_EXACT, mode[origin])
+    # of the final pieces, whatever became of them
+    check_coverage(sources, classes, wanted, pieces, boxes, pack)
     fetches, piece_fetch = plan_fetches(pieces, layout, mode, boxes, limit)
     items = list_items(pieces, layout, mode, fetches, boxes)
     return Templates(classes, wanted, boxes, pieces, layout, mode, fetches, piece_fetch, items, src_code, dst_code)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard.planner.classes import Classes
-from reshard.planner.classify import Int64, classify, hash_rows, mix64, ragged_arange
+from reshard.planner.classify import Int64, classify, ragged_arange
 from reshard.planner.options import PlanOptions
 from reshard.planner.requests import Requests
 from reshard.planner.sources import SourceBoxes
@@ -115,14 +115,16 @@ def _spread(
     replica = low[row] + step
     origin = before + phase * total
 
-    def member(edge: Int64) -> Int64:
-        """First member whose midpoint lies at or after the given edge of a replica."""
-        fraction = np.clip(edge * (n / n_replicas[row]) - i, 0.0, 1.0) + turn
+    def member(nth_edge: Int64) -> Int64:
+        """First member whose midpoint lies at or after an edge of this instance's replicas (0 to `width`)."""
+        inner = np.clip((low[row] + nth_edge) * (n / n_replicas[row]) - i, 0.0, 1.0)
+        # the outer edges are exact: one turn must end where the next begins, or a member in between is lost
+        fraction = np.where(nth_edge == 0, 0.0, np.where(nth_edge == width[row], 1.0, inner)) + turn
         found = np.ceil((fraction * total[row] - origin[row]) / n_bytes[row] - 0.5)
         out: Int64 = np.clip(found, 0, size[row]).astype(np.int64)
         return out
 
-    first, stop = member(replica), member(replica + 1)
+    first, stop = member(step), member(step + 1)
     keep = np.flatnonzero(first < stop)
     return Serves(box[row[keep]], table[row[keep], replica[keep]], first[keep], stop[keep])
 
@@ -131,13 +133,7 @@ def _phase(requests: Requests, options: PlanOptions) -> float:
     """Where in its window a receiver starts to sweep, in [0, 1): by its rank, or by what it reads."""
     if options.members > 1:
         return options.member / options.members
-    columns = [requests.tensor]
-    # from the last dim, and zero for padding: the number of padded dims must not matter
-    for start, count in zip(reversed(requests.start), reversed(requests.count), strict=True):
-        columns += [start, count - 1]
-    words = mix64(hash_rows(columns))
-    total = mix64(np.array([words.sum(dtype=np.uint64)], np.uint64))
-    return int(total[0] >> np.uint64(11)) / float(1 << 53)
+    return (requests.fingerprint >> 11) / float(1 << 53)
 
 
 def _candidates(sources: ShardTable, boxes: SourceBoxes, box: Int64, options: PlanOptions) -> tuple[Int64, Int64]:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from reshard.planner.classify import Int64, classify
+from reshard.planner.classify import Int64, classify, hash_rows, mix64
 from reshard.planner.dictionaries import TensorDict
 from reshard.planner.errors import PlanError, TableError
 from reshard.planner.reads import KIND_CONSTANT, KIND_MATERIALISED, ReadTable
@@ -58,6 +59,16 @@ class Requests:
 
     def __len__(self) -> int:
         return len(self.tensor)
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """64 bits over what is read; no proof rests on them."""
+        columns = [self.tensor]
+        # from the last dim, and zero for padding: the number of padded dims must not matter
+        for start, count in zip(reversed(self.start), reversed(self.count), strict=True):
+            columns += [start, count - 1]
+        words = mix64(hash_rows(columns))
+        return int(mix64(np.array([words.sum(dtype=np.uint64)], np.uint64))[0])
 
 
 def resolve_tensors(sources: ShardTable, reads: ReadTable, aliases: Mapping[str, str]) -> tuple[Int64, dict[str, str]]:
