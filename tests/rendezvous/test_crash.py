@@ -7,6 +7,7 @@ many kills fit into the run.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -20,7 +21,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("grpc", reason="grpcio is not installed: pip install 'reshard[rendezvous]'")
-from tests.rendezvous.conftest import free_port
+from tests.rendezvous.conftest import RedisServer, free_port
 from tests.rendezvous.redis_records import read_records
 from tests.rendezvous.support import MODEL, make_part, make_record, receiver, trainer
 
@@ -64,15 +65,15 @@ for line in sys.stdin:
 class MortalServer:
     """A server that dies often. Each life is a fork of one process that has imported everything."""
 
-    def __init__(self, store: str, seed: int) -> None:
+    def __init__(self, store: str) -> None:
         self.address = f"127.0.0.1:{free_port()}"
-        self.random = random.Random(seed)
         self.n_kills = 0
         self._nursery = subprocess.Popen(
             [sys.executable, "-c", NURSERY, self.address, store],
             env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             text=True,
         )
         self._child = 0
@@ -146,23 +147,37 @@ def base_of(step: int) -> int:
 
 
 class Assassin(threading.Thread):
-    """Kills the server at random moments until told to stop, and starts it again."""
+    """Kills at random moments until told to stop, and starts again what it killed.
 
-    def __init__(self, server: MortalServer, ledger: Ledger) -> None:
+    With one server, that. With two and their Redis, any of the three, and at times all at once.
+    """
+
+    def __init__(self, servers: list[MortalServer], ledger: Ledger, redis: RedisServer | None, seed: int) -> None:
         super().__init__(name="assassin")
-        self.server = server
+        self.servers = servers
         self.ledger = ledger
+        self.redis = redis
+        self.random = random.Random(seed)
         self.stop = threading.Event()
         self.failure: BaseException | None = None
 
     def run(self) -> None:
         try:
-            while not self.stop.wait(self.server.random.uniform(0.02, 0.5)):
-                self.server.kill()
+            while not self.stop.wait(self.random.uniform(0.02, 0.5)):
+                way = self.random.randrange(4) if self.redis is not None else 0
+                victims = [self.random.choice(self.servers)] if way == 1 else self.servers if way != 2 else []
+                for server in victims:
+                    server.kill()
                 try:
-                    self.ledger.check()
+                    if self.redis is not None and way >= 2:
+                        self.redis.kill()
+                        self.stop.wait(self.random.uniform(0.0, 0.3))
+                        self.redis.start()
+                    if victims == self.servers:
+                        self.ledger.check()
                 finally:
-                    self.server.start()
+                    for server in victims:
+                        server.start()
         except BaseException as error:
             self.failure = error
 
@@ -170,8 +185,9 @@ class Assassin(threading.Thread):
 class Job:
     """Two trainers and two receivers, each with a connection of its own."""
 
-    def __init__(self, address: str) -> None:
-        self.clients = {name: Rendezvous.connect(address) for name in (*SLOTS, *MEMBERS)}
+    def __init__(self, addresses: list[str]) -> None:
+        at = itertools.cycle(addresses)
+        self.clients = {name: Rendezvous.connect(next(at)) for name in (*SLOTS, *MEMBERS)}
         self.workers: dict[str, Worker] = {}
         for name, client in self.clients.items():
             register = trainer if name in SLOTS else receiver
@@ -265,36 +281,48 @@ class Job:
         return facts
 
 
-def run_under_fire(redis_url: str, n_cycles: int, n_kills: int, seed: int) -> None:
-    """Run cycles while the server is killed at random; more of them where it was not killed so often."""
-    server, ledger = MortalServer(redis_url, seed), Ledger(redis_url)
-    assassin = Assassin(server, ledger)
+def run_under_fire(
+    redis_url: str, n_cycles: int, n_kills: int, seed: int, *, n_servers: int = 1, redis: RedisServer | None = None
+) -> None:
+    """Run cycles while servers are killed at random; more of them where none was killed so often."""
+    servers, ledger = [MortalServer(redis_url) for _ in range(n_servers)], Ledger(redis_url)
+    assassin = Assassin(servers, ledger, redis, seed)
+
+    def killed() -> int:
+        return sum(server.n_kills for server in servers)
+
     try:
-        server.start()
-        job = Job(server.address)
+        for server in servers:
+            server.start()
+        job = Job([server.address for server in servers])
         try:
             assassin.start()
             outcomes = []
-            while len(outcomes) < n_cycles or (server.n_kills < n_kills and len(outcomes) < 20 * n_cycles):
+            while len(outcomes) < n_cycles or (killed() < n_kills and len(outcomes) < 20 * n_cycles):
                 outcomes.append(job.cycle(len(outcomes)))
         finally:
             assassin.stop.set()
             if assassin.is_alive():
                 assassin.join(60.0)
+            if redis is not None:  # what a thread started ends with it: see `mortal`
+                redis.kill()
+                redis.start()
             if assassin.failure is not None:
                 raise assassin.failure
             workers = list(job.workers.values())
             assert not any(worker.lost for worker in workers), "a worker was lost, though it beat"
             job.close()
         assert set(outcomes) == {Decision.SERVE}, outcomes
-        server.kill()
+        for server in servers:
+            server.kill()
         ledger.check()
         records = read_records(redis_url)
         assert not [r for r in records.values() if isinstance(r, Version)], "all versions were retired"
         assert ledger.step == len(outcomes) - 1
-        assert server.n_kills >= n_kills
+        assert killed() >= n_kills
     finally:
-        server.close()
+        for server in servers:
+            server.close()
 
 
 @pytest.mark.redis
@@ -308,3 +336,10 @@ def test_a_few_cycles_under_fire(redis_url: str) -> None:
 @pytest.mark.timeout(900)
 def test_two_hundred_cycles_under_fire(redis_url: str) -> None:
     run_under_fire(redis_url, 200, n_kills=21, seed=2)
+
+
+@pytest.mark.redis
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_servers_and_their_redis_under_fire(redis_url: str, redis_process: RedisServer) -> None:
+    run_under_fire(redis_url, 60, n_kills=21, seed=3, n_servers=2, redis=redis_process)
