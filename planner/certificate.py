@@ -19,11 +19,8 @@ from reshard.planner.shape import MODE_EXACT
 
 if TYPE_CHECKING:
     from reshard.planner.assemble import Segment
-    from reshard.planner.dictionaries import TensorDict
-    from reshard.planner.plans import Templates
+    from reshard.planner.plans import Demand, Templates
     from reshard.planner.reads import ReadTable
-    from reshard.planner.requests import Requests
-    from reshard.planner.rows import Fills
     from reshard.planner.tables import ShardTable
 
 _SAMPLE = 32
@@ -166,15 +163,17 @@ def _dot(a: Int64, b: Int64) -> int:
     return sum(int(x) * int(y) for x, y in zip((low + (high << 32)).tolist(), b.tolist(), strict=True))
 
 
-def write_certificate(
-    sources: ShardTable,
-    reads: ReadTable,
-    requests: Requests,
-    buffers: TensorDict,
-    fills: Fills,
-    used_tensors: Int64,
-) -> Certificate:
+def loader_bytes(demand: Demand) -> Int64:
+    """int64[B]: bytes of each of the read table's buffers that are left to the engine's own loader."""
+    out = np.zeros(len(demand.reads.buffers), np.int64)
+    for row in demand.materialised:
+        out[row.destination] += row.own_elems * int(demand.reads.buffers.bits[row.destination]) // 8
+    return out
+
+
+def write_certificate(sources: ShardTable, demand: Demand, used_tensors: Int64) -> Certificate:
     """Sum up what is written, by buffer."""
+    reads, requests, buffers, fills = demand.reads, demand.requests, demand.buffers, demand.fills
     volume = np.ones(len(requests), np.int64)
     for count in requests.count:
         volume *= count
@@ -189,14 +188,13 @@ def write_certificate(
     own = len(reads.buffers)
     total = int(reads.buffer_bytes.sum())
     # what a loader of its own writes is neither unwritten nor ours
-    loader = np.flatnonzero(reads.kind == 2)
-    loader_bytes = int((reads.volume[loader] * reads.buffers.bits[reads.buffer_id[loader]] // 8).sum())
+    by_loader = int(loader_bytes(demand).sum())
     written_bytes, filled_bytes = int(written[:own].sum()), int(filled.sum())
     return Certificate(
         reads.requested_bytes,
         int(written.sum()),
         filled_bytes,
-        max(0, total - written_bytes - filled_bytes - loader_bytes),
+        max(0, total - written_bytes - filled_bytes - by_loader),
         written,
         filled,
         reads,

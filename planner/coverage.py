@@ -11,11 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
+from reshard.planner.certificate import loader_bytes
 from reshard.planner.errors import PlanError
 from reshard.planner.plans import Plan
-from reshard.planner.reads import KIND_MATERIALISED
 
 __all__ = ["Coverage", "PartlyWritten", "engine_coverage"]
 
@@ -94,12 +92,8 @@ def engine_coverage(plan: Plan, parameters: Mapping[str, int]) -> Coverage:
     (50.0, ('q',), (PartlyWritten(name='p', written_bytes=6, engine_bytes=8),))
     """
     reads, certificate = plan.reads, plan.certificate
-    loader = np.zeros(len(reads.buffers), np.int64)
-    own = np.flatnonzero(reads.kind == KIND_MATERIALISED)
-    target = reads.buffer_id[own]
-    np.add.at(loader, target, reads.volume[own] * reads.buffers.bits[target] // 8)
     n = len(reads.buffers)
-    written = (certificate.buffer_written_bytes[:n] + loader).tolist()
+    written = (certificate.buffer_written_bytes[:n] + loader_bytes(plan.demand)).tolist()
     filled = certificate.buffer_filled_bytes[:n].tolist()
     counts = dict(zip(reads.buffers.names_list, zip(written, filled, strict=True), strict=True))
     never, partly = [], []

@@ -11,7 +11,7 @@ that stand for the holders' regions: the reference that transports are held agai
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,8 +24,9 @@ from reshard.planner.errors import PlanError
 if TYPE_CHECKING:
     from reshard.planner.classify import Int64
     from reshard.planner.plans import Plan
+    from reshard.planner.requests import Materialised
 
-__all__ = ["allocate_buffers", "execute", "run_copies", "run_fills"]
+__all__ = ["allocate_buffers", "execute", "run_copies", "run_fills", "run_loader"]
 
 Bytes = npt.NDArray[np.uint8]
 Array = npt.NDArray[np.generic]
@@ -113,6 +114,54 @@ def run_fills(plan: Plan, buffers: Sequence[Bytes]) -> None:
     for buffer, offset, unit, shape, strides, value in rows:
         target: Array = np.ndarray(shape, _raw(unit), buffers[buffer], offset, strides)
         target[...] = np.frombuffer(value, _raw(unit))[0]
+
+
+def run_loader(plan: Plan, buffers: Sequence[Bytes], load: Callable[[Materialised, Bytes], None]) -> None:
+    """Run the engine's own loader on each materialised request, after all reads, copies and fills.
+
+    They run in program order. What the plan itself writes later in program order than a materialised request, into
+    the same elements, is in its buffer by then: it is kept, whatever the loader writes there.
+
+    Parameters
+    ----------
+    plan : Plan
+    buffers : sequence of uint8 array
+        One for each of ``plan.buffers``.
+    load : callable
+        Given the request and the bytes of its box, writes into the buffer ``buffers[request.destination]``.
+
+    Raises
+    ------
+    PlanError
+        As :func:`run_copies`.
+    """
+    _check_buffers(plan, buffers)
+    for row in sorted(plan.materialised, key=lambda row: row.order):
+        views = _written_by(plan, row.later, buffers)
+        kept = [view.copy() for view in views]
+        load(row, buffers[row.buffer])
+        for view, values in zip(views, kept, strict=True):
+            view[...] = values
+
+
+def _written_by(plan: Plan, rows: Sequence[int], buffers: Sequence[Bytes]) -> list[Array]:
+    """Views of the elements that some copies and constants of the read table write, after program order."""
+    requests, fills, views = plan.requests, plan.fills, []
+    for i in np.flatnonzero(np.isin(requests.origin, rows)).tolist():
+        buffer = int(requests.buffer[i])
+        bits = int(plan.buffers.bits[buffer])
+        # packed elements go by the byte: their innermost dim is contiguous
+        shape = [int(c[i]) for c in requests.count]
+        strides = [int(s[i]) * bits // 8 for s in requests.stride]
+        if bits < 8:
+            shape[-1], strides[-1] = shape[-1] * bits // 8, 1
+        first = int(requests.dst_offset[i]) * bits // 8
+        views.append(np.ndarray(shape, _raw(max(bits // 8, 1)), buffers[buffer], first, strides))
+    for i in np.flatnonzero(np.isin(fills.request, rows)).tolist():
+        shape, strides = [int(c[i]) for c in fills.count], [int(s[i]) for s in fills.dst_stride_bytes]
+        unit = _raw(int(fills.unit[i]))
+        views.append(np.ndarray(shape, unit, buffers[int(fills.buffer[i])], int(fills.dst_offset_bytes[i]), strides))
+    return views
 
 
 def execute(

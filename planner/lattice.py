@@ -46,6 +46,15 @@ class Views:
     def __len__(self) -> int:
         return len(self.origin)
 
+    def take(self, rows: Int64) -> Views:
+        """Some of the views."""
+        return Views(
+            self.origin[rows],
+            [c[rows] for c in self.first],
+            [c[rows] for c in self.step],
+            [c[rows] for c in self.count],
+        )
+
     def explode(self, dim: int, parts: Int64) -> Views:
         """Replace each view by `parts` interleaved sub-views along one dim (one an element: enumeration)."""
         total = int(parts.sum())

@@ -98,8 +98,8 @@ def plan(sources: ShardTable, reads: ReadTable, options: PlanOptions | None = No
     if options.block_scales:
         check_block_scales(sources, reads, options.block_scales)
     union_id, aliases = resolve_tensors(sources, reads, options.aliases)
-    buffers, materialised = stage_materialised(sources, reads, union_id, options.staging_bytes)
     writes = settle_writes(reads)
+    buffers, materialised = stage_materialised(sources, reads, union_id, options.staging_bytes, writes.outlived)
     n_dims = template_dims(sources, reads)
     requests = _copies(sources, reads, writes, union_id, buffers, materialised, n_dims)
     fills = _fills(reads, writes, n_dims)
@@ -116,7 +116,7 @@ def assemble_plan(
     certificate: Certificate | None = None,
 ) -> Plan:
     """Steps 3 to 5, from classes on; `replan` enters here with the segments, and the totals, that it knows."""
-    reads, options, buffers, requests = demand.reads, demand.options, demand.buffers, demand.requests
+    options, buffers, requests = demand.options, demand.buffers, demand.requests
     templates = solve_templates(sources, requests, buffers, classes, options)
     box_bytes = np.zeros(len(templates.boxes), np.int64)
     useful = templates.layout.run * templates.layout.n_runs * templates.layout.src_unit
@@ -130,7 +130,7 @@ def assemble_plan(
     prove_serving(templates, segments)
     prove_staging(templates, waves, staging_limit(options))
     if certificate is None:
-        certificate = write_certificate(sources, reads, requests, buffers, demand.fills, classes.tensor)
+        certificate = write_certificate(sources, demand, classes.tensor)
     return Plan(
         sources,
         demand,

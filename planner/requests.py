@@ -194,6 +194,11 @@ class Materialised:
         Index of the buffer that the loader writes.
     order : int
         Program order.
+    later : tuple of int
+        Rows of copies and constants that write later into what the loader writes, and have the last word
+        (`execute.run_loader`).
+    own_elems : int
+        Destination elements that nothing writes later.
     """
 
     request: int
@@ -204,6 +209,8 @@ class Materialised:
     buffer: int
     destination: int
     order: int
+    later: tuple[int, ...] = ()
+    own_elems: int = 0
 
     @property
     def name(self) -> str:
@@ -212,7 +219,11 @@ class Materialised:
 
 
 def stage_materialised(
-    sources: ShardTable, reads: ReadTable, union_id: Int64, budget_bytes: int
+    sources: ShardTable,
+    reads: ReadTable,
+    union_id: Int64,
+    budget_bytes: int,
+    outlived: Mapping[int, tuple[tuple[int, ...], int]],
 ) -> tuple[TensorDict, list[Materialised]]:
     """Give each materialised request a buffer of its own, after the read table's buffers.
 
@@ -265,6 +276,7 @@ def stage_materialised(
                 len(names),
                 int(reads.buffer_id[row]),
                 int(reads.order[row]),
+                *outlived.get(row, ((), int(reads.volume[row]))),
             )
         )
         names.append(buffer_name)

@@ -9,11 +9,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from reshard.planner.boxes import cross, find_overlap, subtract
+from reshard.planner.boxes import cross, find_overlap, subtract, volumes
 from reshard.planner.classify import Int64
 from reshard.planner.errors import OverlapError, PlanError
 from reshard.planner.lattice import Boxes, exact_boxes
@@ -33,6 +34,9 @@ class Writes:
     dst_offset : int64[N]
         First destination element.
     dst_stride : D int64[N]
+    outlived : mapping of int to (tuple of int, int)
+        By row of a materialised request that later ones write over: their rows, and how many elements remain its own.
+        Such a request is not cut, as the loader needs all of its box.
     """
 
     origin: Int64
@@ -41,6 +45,7 @@ class Writes:
     count: tuple[Int64, ...]
     dst_offset: Int64
     dst_stride: tuple[Int64, ...]
+    outlived: Mapping[int, tuple[tuple[int, ...], int]] = field(default_factory=dict)
 
 
 def settle_writes(reads: ReadTable) -> Writes:
@@ -51,7 +56,7 @@ def settle_writes(reads: ReadTable) -> Writes:
     OverlapError
         A view that writes an element twice, or two requests of equal order that overlap.
     PlanError
-        Views too intricate to compare, or a materialised destination that something writes later.
+        Views too intricate to compare.
     """
     _check_injective(reads)
     rows = np.arange(len(reads))
@@ -148,14 +153,6 @@ def _settle(reads: ReadTable, rows: Int64, group: Int64) -> Writes | None:
     if find_overlap(group[origin], boxes.lo, boxes.hi) is None:
         return None
     left, right = _meetings(reads, rows, group, boxes)
-    materialised = reads.kind[rows[origin[left]]] == KIND_MATERIALISED
-    if materialised.any():
-        k = int(np.argmax(materialised))
-        raise PlanError(
-            f"{reads.where(int(rows[origin[right[k]]]))} writes, later in program order, into what "
-            f"{reads.where(int(rows[origin[left[k]]]))} leaves to the engine's own loader",
-            tensor=reads.buffers.name(int(reads.buffer_id[rows[origin[left[k]]]])),
-        )
     # a request with any cut box is replaced by all its boxes, less what later requests write
     touched = np.zeros(len(rows), np.bool_)
     touched[origin[left]] = True
@@ -172,8 +169,12 @@ def _settle(reads: ReadTable, rows: Int64, group: Int64) -> Writes | None:
     )
     views = boxes.cut(cut[piece], lo, hi)
     row = rows[views.origin]
+    loader = reads.kind[row] == KIND_MATERIALISED
+    outlived = _outlived(reads, rows, origin[left], origin[right], row[loader], volumes(lo, hi, len(row))[loader])
+    views, row = views.take(np.flatnonzero(~loader)), row[~loader]
     keep = np.ones(len(reads), np.bool_)
     keep[rows[touched]] = False
+    keep[list(outlived)] = True
     kept = np.flatnonzero(keep)
     order = np.argsort(np.concatenate([kept, row]), kind="stable")
 
@@ -191,7 +192,20 @@ def _settle(reads: ReadTable, rows: Int64, group: Int64) -> Writes | None:
         tuple(joined(reads.count[d], views.count[d]) for d in dims),
         joined(reads.dst_offset, offset),
         tuple(joined(reads.dst_stride[d], views.step[d] * reads.dst_stride[d][row]) for d in dims),
+        outlived,
     )
+
+
+def _outlived(
+    reads: ReadTable, rows: Int64, left: Int64, right: Int64, owner: Int64, volume: Int64
+) -> dict[int, tuple[tuple[int, ...], int]]:
+    """Materialised requests that later ones write over; `owner` and `volume` are what is left of them."""
+    earlier, later = rows[left], rows[right]
+    out = {}
+    for row in np.unique(earlier[reads.kind[earlier] == KIND_MATERIALISED]).tolist():
+        over = np.unique(later[earlier == row])
+        out[row] = (tuple(over[reads.kind[over] != KIND_MATERIALISED].tolist()), int(volume[owner == row].sum()))
+    return out
 
 
 def _meetings(reads: ReadTable, rows: Int64, group: Int64, boxes: Boxes) -> tuple[Int64, Int64]:
