@@ -184,13 +184,14 @@ class Workbench:
         Parameters
         ----------
         left_s
-            Seconds that the caller has left; at most half of them, and `_QUARANTINE_S`, are spent here.
+            Seconds that the caller has left; at most half of them, and `_QUARANTINE_S`, are spent here, but one even if
+            there is none: mostly the read has used the deadline up, and what is not lifted here never is.
         """
         self.reader.links.release(names)
         if self._in_doubt():
             # A transport may have to rebuild its agent for this; until then its memory is of no use to anyone.
             with contextlib.suppress(TransferTimeoutError):
-                self.transport.wait_quarantine(timeout_s=min(max(left_s / 2, 0.1), _QUARANTINE_S))
+                self.transport.wait_quarantine(timeout_s=min(max(left_s / 2, 1.0), _QUARANTINE_S))
         if self._in_doubt():
             self.drop_streamer()
             if hit := self.reader.poisoned():
