@@ -90,7 +90,7 @@ bench-rendezvous: $(VENV)/.test ## table sizes and times beside the ancestor's o
 	$(BIN)/python -m benchmarks.rendezvous $(BENCH_ARGS)
 
 .PHONY: lint
-lint: $(VENV)/.dev ## ruff, format check, and that nothing generated is stale
+lint: $(VENV)/.dev ## ruff: lint and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
