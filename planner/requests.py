@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 
 import numpy as np
 
@@ -86,7 +87,7 @@ def resolve_tensors(sources: ShardTable, reads: ReadTable, aliases: Mapping[str,
     if not aliases and (mine is theirs or (len(mine) == len(theirs) and mine.digest == theirs.digest)):
         return np.arange(len(mine)), used
     get = theirs.index_of.get
-    ids = np.array([get(name, -1) for name in mine.names_list], np.int64).reshape(-1)
+    ids = np.fromiter(map(get, mine.names_list, repeat(-1)), np.int64, len(mine))
     needed = np.zeros(len(mine), np.bool_)
     needed[reads.tensor_id[reads.tensor_id >= 0]] = True
     for name, target in aliases.items():

@@ -126,11 +126,11 @@ def _merge(distinct: list[TensorDict], owner: list[str]) -> tuple[TensorDict, li
     maps: list[Int64 | None] = [None]
     for number, tensors in enumerate(distinct[1:], 1):
         names = tensors.names_list
-        found = list(map(index.get, names, repeat(-1)))
-        mapped = np.array(found, np.int64).reshape(-1)
+        mapped = np.fromiter(map(index.get, names, repeat(-1)), np.int64, len(names))
         new = np.flatnonzero(mapped < 0)
         mapped[new] = np.arange(len(index), len(index) + len(new))
-        index.update(zip((names[i] for i in new.tolist()), range(len(index), len(index) + len(new)), strict=True))
+        added = names if len(new) == len(names) else [names[i] for i in new.tolist()]
+        index.update(zip(added, range(len(index), len(index) + len(new)), strict=True))
         home.append(np.full(len(new), number))
         rows.append(new)
         maps.append(column(mapped, "id map"))
