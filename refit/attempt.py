@@ -10,6 +10,7 @@ verified and written into the live weights after COMMIT, under the same lease.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, NoReturn
@@ -125,7 +126,7 @@ class Attempt:
         def ask(left_s: float) -> Manifest:
             return r.rendezvous.await_version(
                 r.model,
-                group=r.group,
+                group=_party(r.group, self._only),
                 members=r.members,
                 member=r.member,
                 worker=r.worker(),
@@ -475,3 +476,12 @@ class Attempt:
         )
         emit(record, logging.INFO if outcome == "served" else logging.WARNING)
         r.observe(record)
+
+
+def _party(group: str, only: Sequence[str]) -> str:
+    """Who decides together: the members of a group that take the same selection.
+
+    Members that were given different selections never meet, so that their transactions end in ABORT for want of votes;
+    if they met, they would say that they serve one version and hold parts of two.
+    """
+    return f"{group} only {hashlib.sha256(repr(sorted(only)).encode()).hexdigest()[:16]}" if only else group
