@@ -146,7 +146,7 @@ def _demo(
 
     from reshard.refit.demo.report import as_json, print_report, progress_bar
     from reshard.refit.demo.run import run_demo
-    from reshard.refit.demo.settings import DemoSettings
+    from reshard.refit.demo.settings import DemoError, DemoSettings
 
     settings = DemoSettings(
         transport=transport,
@@ -161,8 +161,10 @@ def _demo(
         keep=keep,
         timeout_s=timeout_s,
     )
+    if json_file is not None and not json_file.parent.is_dir():
+        raise DemoError(f"--json {json_file}: {json_file.parent} is no folder")
     signal.signal(signal.SIGTERM, _exit_on_signal)
-    console = Console()
+    console = Console(highlight=False)
     with progress_bar(console) as progress:
         report = run_demo(settings, progress)
     print_report(report, console)

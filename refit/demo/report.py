@@ -78,9 +78,11 @@ def as_json(report: DemoReport) -> Message:
 def print_report(report: DemoReport, console: Console) -> None:
     """Print what moved, what it took, and what was proved."""
     settings = report.settings
+    one_line = not console.is_terminal  # on a screen, wrapped between words
     console.print(
         f"Qwen3 {settings.model}, {settings.layers} layers: {settings.trainers} trainers ({settings.sharding}) -> "
-        f"{settings.tensor_parallel} tensor-parallel inference ranks, over {report.transport}"
+        f"{settings.tensor_parallel} tensor-parallel inference ranks, over {report.transport}",
+        soft_wrap=one_line,
     )
     console.print(_moved(report))
     columns = [(refit, name) for name in report.settings.inference_names for refit in range(len(report.refits))]
@@ -90,19 +92,21 @@ def print_report(report: DemoReport, console: Console) -> None:
         console.print(_stages(report, columns[first : first + n_columns]))
     console.print("certificate")
     for name in settings.inference_names:
-        console.print(f"  {_certificate(name, report.refits[-1])}", soft_wrap=True)
+        console.print(f"  {_certificate(name, report.refits[-1])}", soft_wrap=one_line)
     for refit in report.refits:
         for name, rank in refit.ranks.items():
             if rank["failovers"]:
-                console.print(f"step {refit.step}: {name} went on with replicas of {rank['failovers']}", soft_wrap=True)
+                console.print(
+                    f"step {refit.step}: {name} went on with replicas of {rank['failovers']}", soft_wrap=one_line
+                )
         loss = f" (trainer's loss in the step before: {refit.loss:.4f})" if refit.loss is not None else ""
         console.print(
             f"step {refit.step}: {refit.n_elems_compared:,} elements equal, bit for bit, what the loader makes of the "
             f"checkpoint; greedy tokens equal the trainer's{loss}",
-            soft_wrap=True,
+            soft_wrap=one_line,
         )
     phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in report.seconds.items())
-    console.print(f"[dim]{phases}[/dim]", soft_wrap=True)
+    console.print(f"[dim]{phases}[/dim]", soft_wrap=one_line)
 
 
 def _kind(rank: Message) -> str:

@@ -118,7 +118,10 @@ class DemoSettings:
     def work_folder(self) -> Iterator[Path]:
         """Yield the folder for this run's files; a temporary one is removed at the end."""
         if self.keep is not None:
-            self.keep.mkdir(parents=True, exist_ok=True)
+            try:
+                self.keep.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise DemoError(f"--keep {self.keep}: the folder cannot be made: {error.strerror}") from error
             yield self.keep
             return
         with tempfile.TemporaryDirectory(prefix="reshard-demo-") as folder:

@@ -162,9 +162,11 @@ class Supervisor:
             self._control.receive(timeout_s=self.timeout_s)
         except (ChannelClosed, TimeoutError) as error:
             self.close()
-            raise DemoError(
-                f"the nursery did not start: {log.read_text(errors='replace')[-LOG_TAIL_BYTES:]}"
-            ) from error
+            late = isinstance(error, TimeoutError)
+            why = f"its imports took over {self.timeout_s:g} s" if late else "it ended"
+            printed = log.read_text(errors="replace")[-LOG_TAIL_BYTES:].strip()
+            said = f"; it printed:\n{printed}" if printed else ""
+            raise DemoError(f"the nursery did not start: {why}{said}") from error
 
     def __enter__(self) -> Supervisor:
         return self

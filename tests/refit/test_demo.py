@@ -207,6 +207,9 @@ def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
         (("--model", "huge"), "--model: got 'huge', expected one of moe, dense"),
         (("--sharding", "hsdp", "--trainers", "3"), "--sharding hsdp: got 3 trainers, expected an even number"),
         (("--kill", "trainer-9"), "--kill: got 'trainer-9', expected one of trainer-0"),
+        (("--json", "/nowhere/report.json"), "--json /nowhere/report.json: /nowhere is no folder"),
+        pytest.param(("--keep", __file__), "the folder cannot be made: File exists", marks=needs_packages),
+        pytest.param(("--timeout", "0.01"), "its imports took over 0.0", marks=needs_packages),
     ],
 )
 def test_wrong_options_are_refused_at_once(options: tuple[str, ...], message: str) -> None:
