@@ -57,7 +57,7 @@ FAULTS = (
 SLOTS = ["trainer-0", "trainer-1"]
 MEMBERS = ["tp0", "tp1"]
 VICTIM = "tp1"
-REFIT_S = 5.0
+REFIT_S = 7.0
 STALL_S = 1.0
 SERVES_NOTHING = {"empty", "quarantined", "in_doubt", "changing"}
 

@@ -18,8 +18,8 @@ from reshard.transports import open_transport
 ROWS, COLUMNS = 8, 16
 NAMES = ("a", "b")
 MODEL, GROUP = "faults", "group"
-LEASE_TTL_S = 2.0
-WORKER_TTL_S = 2.0
+LEASE_TTL_S = 3.0
+WORKER_TTL_S = 3.0
 
 
 def full(name: str, step: int) -> np.ndarray:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,9 +84,7 @@ def test_the_decision_survives_the_service_on_redis_alone(redis_server: RedisSer
         states: list[str] = []
         cluster.receivers[1].rendezvous = LosesTheAnswer(cluster.rendezvous, service)  # type: ignore[assignment]
         cluster.receivers[1]._on_state = states.append
-        started = time.monotonic()
         first, second = cluster.refit(1)
-        assert time.monotonic() - started < 15
         assert states[0] == "in_doubt"
         if durable:
             for result in (first, second):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from tests.refit.cluster import Cluster, holds, tp_cluster, weights
+from tests.refit.cluster import TIMEOUT_S, Cluster, holds, tp_cluster, weights
 
 from reshard.refit.errors import InDoubtError, QuarantinedError
 from reshard.rendezvous.errors import RendezvousUnavailableError
@@ -71,7 +71,7 @@ def test_a_rank_that_cannot_learn_serves_nothing_until_it_does() -> None:
     with cluster:
         flaky.after["vote"] = 1
         flaky.before["ask_decision"] = 10**6
-        first, second = cluster.refit(1, timeout_s=2.0)
+        first, second = cluster.refit(1, timeout_s=4.0)
         assert isinstance(second, InDoubtError)
         assert cluster.receivers[1].state == "in_doubt"
         with pytest.raises(InDoubtError, match="serves nothing new"):
@@ -84,9 +84,9 @@ def test_a_rank_that_cannot_learn_serves_nothing_until_it_does() -> None:
         flaky.before.clear()
         # The service gave the group up when the missing word was due; both ranks quarantine, and a new refit mends
         # them.
-        assert cluster.receivers[1].resolve(timeout_s=10) == "quarantined"
+        assert cluster.receivers[1].resolve(timeout_s=TIMEOUT_S) == "quarantined"
         if cluster.receivers[0].state == "in_doubt":
-            assert cluster.receivers[0].resolve(timeout_s=10) == "quarantined"
+            assert cluster.receivers[0].resolve(timeout_s=TIMEOUT_S) == "quarantined"
         cluster.refit_ok(1)
         assert all(holds(cluster.engines[r], weights(1), r) for r in range(2))  # type: ignore[arg-type]
         assert [r.state for r in cluster.receivers] == ["serving", "serving"]
@@ -104,11 +104,11 @@ def test_a_rank_in_doubt_that_learns_of_an_abort_serves_its_old_weights() -> Non
         cluster.receivers[1]._on_stage = stage
         flaky.after["vote"] = 1
         flaky.before["ask_decision"] = 10**6
-        first, second = cluster.refit(1, timeout_s=2.0)
+        first, second = cluster.refit(1, timeout_s=4.0)
         assert isinstance(first, InDoubtError)
         assert isinstance(second, RuntimeError)
         flaky.before.clear()
-        assert cluster.receivers[0].resolve(timeout_s=5) == "serving"
+        assert cluster.receivers[0].resolve(timeout_s=TIMEOUT_S) == "serving"
         assert cluster.receivers[0].check_serving().step == 0
         assert holds(cluster.engines[0], weights(0), 0)  # type: ignore[arg-type]
 
@@ -119,12 +119,12 @@ def test_a_service_that_forgot_the_transaction_means_quarantine() -> None:
     with cluster:
         flaky.after["vote"] = 1
         flaky.answers["ask_decision"] = lambda: Facts(Decision.UNKNOWN, Decision.UNKNOWN, "unknown to this service")
-        _, second = cluster.refit(1, timeout_s=3.0)
+        _, second = cluster.refit(1, timeout_s=4.0)
         assert isinstance(second, QuarantinedError)
         assert cluster.receivers[1].state == "quarantined"
         del flaky.answers["ask_decision"]
         if cluster.receivers[0].state == "in_doubt":
-            cluster.receivers[0].resolve(timeout_s=10)
+            cluster.receivers[0].resolve(timeout_s=TIMEOUT_S)
         cluster.refit_ok(1)
 
 
@@ -149,7 +149,7 @@ def test_a_no_that_cannot_be_said_still_aborts_the_group() -> None:
 
         cluster.receivers[1]._on_stage = stage
         flaky.before["vote"] = 10
-        first, second = cluster.refit(1, timeout_s=2.0)
+        first, second = cluster.refit(1, timeout_s=4.0)
         assert isinstance(second, RuntimeError)
         assert "tp1" in str(first)
         assert all(holds(cluster.engines[r], weights(0), r) for r in range(2))  # type: ignore[arg-type]
@@ -163,7 +163,7 @@ def test_an_outage_before_the_vote_is_an_error_and_leaves_nothing(call: str) -> 
         if call == "get_tables":
             cluster.receivers[1].bench.planned = None
         flaky.before[call] = 3 if call == "await_version" else 1  # a question to the rendezvous is asked three times
-        _, second = cluster.refit(1, timeout_s=2.0)
+        _, second = cluster.refit(1, timeout_s=4.0)
         assert isinstance(second, Exception)
         assert cluster.receivers[1].check_serving().step == 0
         assert not cluster.leftovers()

@@ -60,7 +60,7 @@ def test_the_fence_waits_for_leases_and_admits_no_more() -> None:
             "m", group="other", members=["x"], member="x", worker=worker, want=0, timeout_s=TIMEOUT_S
         )
         with pytest.raises(FenceTimeoutError, match="still being read"):
-            publishers[0].fence(timeout_s=0.2)
+            publishers[0].fence(timeout_s=1.0)
         with pytest.raises(PublishError, match="fence it before"):
             publishers[0].publish(epoch=0, step=1, timeout_s=TIMEOUT_S)
         (error, _) = cluster.refit(0, timeout_s=0.5)
