@@ -20,6 +20,7 @@ from reshard.rendezvous.optional import pb
 from reshard.rendezvous.records import Hint
 from reshard.rendezvous.transactions import Granted, Join
 from reshard.rendezvous.types import Progress, SlotRecord, VersionKey
+from reshard.rendezvous.uploads import Pieces, Uploads
 
 __all__ = ["Handlers", "Send"]
 
@@ -48,6 +49,7 @@ class Handlers:
     def __init__(self, broker: Broker, catalog: BlobCatalog) -> None:
         self._broker = broker
         self._catalog = catalog
+        self._uploads = Uploads()
         self._packed: Lru[str, _Packed] = Lru(64)
 
     async def register(self, request: pb.RegisterRequest) -> pb.RegisterResponse:
@@ -83,18 +85,21 @@ class Handlers:
         tensors = limits.check_digest("header.tensors_digest", header.tensors_digest)
         geometries = limits.check_digest("header.geometries_digest", header.geometries_digest)
         digests = (part, tensors, geometries)
-        pieces: dict[bytes, _Pieces] = {}
-        async for request in requests:
-            if not request.HasField("chunk"):
-                raise InvalidRequestError("chunk", "only the first message is a header")
-            chunk = request.chunk
-            if chunk.digest not in digests:
-                raise InvalidRequestError("chunk.digest", "the header does not name this digest")
-            pieces.setdefault(chunk.digest, _Pieces("chunk", chunk.total_bytes)).add(chunk.total_bytes, chunk.data)
-        contents = {digest: piece.whole() for digest, piece in pieces.items()}
-        if not contents:
-            return pb.PutTableResponse(missing=await self._catalog.missing(digests))
-        return pb.PutTableResponse(missing=await self._catalog.put_table(part, tensors, geometries, contents))
+        pieces: dict[bytes, Pieces] = {}
+        with self._uploads.begin() as upload:
+            async for request in requests:
+                if not request.HasField("chunk"):
+                    raise InvalidRequestError("chunk", "only the first message is a header")
+                chunk = request.chunk
+                if chunk.digest not in digests:
+                    raise InvalidRequestError("chunk.digest", "the header does not name this digest")
+                if chunk.digest not in pieces:
+                    pieces[chunk.digest] = Pieces("chunk", chunk.total_bytes, upload)
+                pieces[chunk.digest].add(chunk.total_bytes, chunk.data)
+            contents = {digest: piece.whole() for digest, piece in pieces.items()}
+            if not contents:
+                return pb.PutTableResponse(missing=await self._catalog.missing(digests))
+            return pb.PutTableResponse(missing=await self._catalog.put_table(part, tensors, geometries, contents))
 
     async def get_tables(self, request: pb.GetTablesRequest, send: Send[pb.GetTablesResponse]) -> None:
         """Send tables and those of their dictionaries that the caller lacks."""
@@ -119,19 +124,20 @@ class Handlers:
 
     async def put_names(self, requests: AsyncIterator[pb.PutNamesRequest]) -> pb.PutNamesResponse:
         """Keep a set of names, or say that it is missing."""
-        digest, pieces = b"", _Pieces("names", 0)
-        async for request in requests:
-            if not digest:
-                digest = limits.check_digest("digest", request.digest)
-                pieces = _Pieces("names", request.total_bytes)
-            elif request.digest != digest:
-                raise InvalidRequestError("digest", "a stream carries one set")
-            pieces.add(request.total_bytes, request.data)
-        limits.check_digest("digest", digest)
-        if not pieces.n_bytes:
-            return pb.PutNamesResponse(missing=bool(await self._catalog.missing([digest])))
-        await self._catalog.put_names(digest, pieces.whole())
-        return pb.PutNamesResponse()
+        with self._uploads.begin() as upload:
+            digest, pieces = b"", Pieces("names", 0, upload)
+            async for request in requests:
+                if not digest:
+                    digest = limits.check_digest("digest", request.digest)
+                    pieces = Pieces("names", request.total_bytes, upload)
+                elif request.digest != digest:
+                    raise InvalidRequestError("digest", "a stream carries one set")
+                pieces.add(request.total_bytes, request.data)
+            limits.check_digest("digest", digest)
+            if not pieces.n_bytes:
+                return pb.PutNamesResponse(missing=bool(await self._catalog.missing([digest])))
+            await self._catalog.put_names(digest, pieces.whole())
+            return pb.PutNamesResponse()
 
     async def open_epoch(self, request: pb.OpenEpochRequest) -> pb.OpenEpochResponse:
         """Give a run its epoch."""
@@ -306,31 +312,6 @@ class Handlers:
         blob = codec.encode(await self._broker.describe())
         for at in range(0, len(blob), limits.CHUNK_BYTES):
             await send(pb.DescribeResponse(data=blob[at : at + limits.CHUNK_BYTES]))
-
-
-class _Pieces:
-    """A content that comes in pieces, bounded by the size that its first piece states."""
-
-    def __init__(self, field: str, total_bytes: int) -> None:
-        self._field = field
-        self._total = limits.check_int(f"{field}.total_bytes", total_bytes, at_least=0, at_most=limits.MAX_TABLE_BYTES)
-        self._pieces: list[bytes] = []
-        self.n_bytes = 0
-
-    def add(self, total_bytes: int, data: bytes) -> None:
-        """Append a piece."""
-        if total_bytes != self._total:
-            raise InvalidRequestError(f"{self._field}.total_bytes", f"{total_bytes}, stated {self._total} before")
-        self.n_bytes += len(data)
-        if self.n_bytes > self._total:
-            raise InvalidRequestError(f"{self._field}.data", f"{self.n_bytes} bytes, stated {self._total}")
-        self._pieces.append(data)
-
-    def whole(self) -> bytes:
-        """Return the content, if all of it has come."""
-        if self.n_bytes != self._total:
-            raise InvalidRequestError(f"{self._field}.data", f"{self.n_bytes} bytes came, stated {self._total}")
-        return b"".join(self._pieces)
 
 
 def _wish(request: pb.AwaitVersionRequest) -> tuple[Join, float]:

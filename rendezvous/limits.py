@@ -38,6 +38,7 @@ __all__ = [
     "MAX_TIMEOUT_S",
     "MAX_TOPOLOGY_BYTES",
     "MAX_TTL_S",
+    "MAX_UPLOADS_BYTES",
     "check_bytes",
     "check_choice",
     "check_digest",
@@ -67,6 +68,7 @@ MAX_STEP = 2**62  # of epochs, steps and layout epochs
 MAX_EPOCH_JUMP = 2**20  # by which a version may open an epoch that open_epoch did not allocate
 MAX_PATTERNS = 256  # of names that a vote allows to go unconsumed
 MAX_TABLE_BYTES = 256 << 20  # a dictionary or part, encoded, however many chunks it comes in
+MAX_UPLOADS_BYTES = 1 << 30  # all unfinished uploads of a service together
 MAX_TOPOLOGY_BYTES = 1 << 30  # the unchanging part of a version's slots
 CHUNK_BYTES = 1 << 20  # data per message of a chunked stream
 MAX_MESSAGE_BYTES = 4 << 20  # one gRPC message; larger things travel in chunks

@@ -8,6 +8,7 @@ count as an outage too.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -22,13 +23,14 @@ from reshard.rendezvous.errors import (
     RendezvousTimeoutError,
     RendezvousUnavailableError,
 )
-from reshard.rendezvous.exposure import read_pem, split_address
+from reshard.rendezvous.exposure import is_loopback, read_pem, split_address
 from reshard.rendezvous.faults import error_from_status
 from reshard.rendezvous.optional import grpc, protobuf
 from reshard.rendezvous.types import TLSFiles
 
 __all__ = ["FIRST_PAUSE_S", "MAX_PAUSE_S", "Link"]
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 M = TypeVar("M", bound="protobuf.Message")
 _SERVICE = "/reshard.proto.v1.RendezvousService/"
@@ -63,6 +65,8 @@ class Link:
         require("grpc", extra="rendezvous")
         split_address("address", address)
         self.address = address
+        if token and tls is None and not is_loopback(address.rpartition(":")[0]):
+            _log.warning("the bearer token goes to %s in plain text; give TLS files", address)
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._channel = _open_channel(address, tls)
 

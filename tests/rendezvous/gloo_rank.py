@@ -195,7 +195,7 @@ class Scenarios:
 
     def one_comes_too_late(self):
         if self.last:
-            time.sleep(4.0)  # longer than the others wait, shorter than the group's own limit
+            time.sleep(6.0)  # longer than the others wait, shorter than the group's own limit
             return "late"
         return unanimous_vote(0, True, timeout_s=1.0)
 

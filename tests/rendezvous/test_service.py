@@ -225,7 +225,7 @@ def test_a_closing_server_ends_waits_at_once() -> None:
 
         def await_it() -> None:
             try:
-                wait(client, "r0", reader, timeout_s=6.0)
+                wait(client, "r0", reader, timeout_s=3.0)
             except RendezvousError as error:
                 failures.append(error)
 
@@ -280,6 +280,15 @@ def test_an_outage_that_the_deadline_cuts_short_stays_an_outage() -> None:
         asyncio.run(attempts(outage, said))
     with pytest.raises(RendezvousTimeoutError, match="no answer"):
         asyncio.run(attempts(silence))
+
+
+def test_a_token_in_plain_text_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for address, warned in (("127.0.0.1:1", 0), ("node-3.example:1", 1)):
+        caplog.clear()
+        Rendezvous.connect(address, token="secret").close()
+        said = [record.getMessage() for record in caplog.records if "plain text" in record.getMessage()]
+        assert len(said) == warned
+        assert not any("secret" in text for text in said)
 
 
 def test_errors_of_a_later_version_are_of_the_tree() -> None:
@@ -340,7 +349,7 @@ def test_r8_a_member_in_doubt_learns_the_one_decision(redis_process: RedisServer
 
             def vote_first() -> None:
                 try:
-                    answers.append(client.vote(txn, "r0", True, names_consumed=["w"], wire_bytes=1, timeout_s=4.0))
+                    answers.append(client.vote(txn, "r0", True, names_consumed=["w"], wire_bytes=1, timeout_s=2.0))
                 except (RendezvousTimeoutError, RendezvousUnavailableError) as error:
                     answers.append(error)
 

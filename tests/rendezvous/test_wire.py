@@ -28,9 +28,15 @@ from reshard.proto.v1 import tables_pb2
 from reshard.rendezvous import converts, limits
 from reshard.rendezvous.catalog import BlobCatalog, Lru
 from reshard.rendezvous.columns import compress, pack_columns, unpack_columns
-from reshard.rendezvous.errors import InvalidRequestError, RendezvousError, RendezvousTimeoutError
+from reshard.rendezvous.errors import (
+    InvalidRequestError,
+    RendezvousError,
+    RendezvousTimeoutError,
+    RendezvousUnavailableError,
+)
 from reshard.rendezvous.store import MemoryStore
 from reshard.rendezvous.tablecache import Content, TableCache
+from reshard.rendezvous.uploads import Pieces, Uploads
 
 ROOT = Path(__file__).resolve().parents[2]
 run = asyncio.run
@@ -306,6 +312,21 @@ def test_many_tables_at_once_need_no_room_in_the_cache() -> None:
 
     with pytest.raises(RendezvousTimeoutError, match=r"within 0\.05 s"):
         run(cache.get([bytes(32)], hang, 0.05))
+
+
+def test_unfinished_uploads_share_one_budget() -> None:
+    uploads = Uploads(at_most_bytes=100)
+    with uploads.begin() as one:
+        pieces = Pieces("chunk", 90, one)
+        pieces.add(90, bytes(60))
+        with uploads.begin() as other:
+            more = Pieces("chunk", 50, other)
+            with pytest.raises(RendezvousUnavailableError, match="hold 60 bytes of 100"):
+                more.add(50, bytes(50))
+        pieces.add(90, bytes(30))
+        assert pieces.whole() == bytes(90)
+        assert uploads.held_bytes == 90
+    assert uploads.held_bytes == 0
 
 
 def test_generated_modules_are_current(tmp_path: Path) -> None:
