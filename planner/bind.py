@@ -129,6 +129,9 @@ def bind_plan(
         bases = _bases(source_bases[holder.name], len(region_bytes), f"holder {holder.name!r}: source bases")
         _check_range(bases[: len(region_bytes)], region_bytes, f"holder {holder.name!r}: region")
         remote.append(bases)
+    # one allocation for all holders: the kernel backs it with large pages, which many small ones do not get
+    arena: tuple[UInt64, UInt64] | None = None
+    used = 0
     waves: list[list[PeerRows]] = [[] for _ in range(plan.n_waves)]
     tables: list[tuple[UInt64, UInt64]] = []
     for h, (holder, bases, made) in enumerate(zip(plan.holders, remote, plan.wire(), strict=True)):
@@ -142,7 +145,10 @@ def bind_plan(
             total = int(n_rows.sum())
             near, far = into.tables[h] if into is not None and h < len(into.tables) else (_NONE, _NONE)
             if near.shape != (total, 3):
-                near, far = np.empty((total, 3), np.uint64), np.empty((total, 3), np.uint64)
+                if arena is None:
+                    arena = np.empty((_most_runs(plan), 3), np.uint64), np.empty((_most_runs(plan), 3), np.uint64)
+                near, far = arena[0][used : used + total], arena[1][used : used + total]
+                used += total
             _flat_rows(rows, near.view(np.int64), dst, far.view(np.int64), src, local_device, holder.device)
         tables.append((near, far))
         cuts = np.append(0, np.cumsum(n_rows))[start].tolist()
@@ -150,6 +156,16 @@ def bind_plan(
             here = slice(cuts[wave], cuts[wave + 1])
             waves[wave].append(PeerRows(holder, holder.memory, near[here], far[here]))
     return BoundPlan(tuple(tuple(peers) for peers in waves), local_memory, tuple(tables))
+
+
+def _most_runs(plan: Plan) -> int:
+    """At least as many runs as the plan reads; fewer by those blocks that continue each other."""
+    t = plan.templates
+    members = np.diff(t.classes.member_start)[t.items.cls]
+    exact = t.items.fetch < 0
+    runs = np.ones(len(t.items), np.int64)
+    runs[exact] = t.layout.n_runs[t.items.piece[exact]]
+    return int((runs * members).sum())
 
 
 def _strided_rows(
