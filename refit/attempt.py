@@ -16,15 +16,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 from reshard.planner.errors import CoverageError, PlanError
+from reshard.refit.account import Account
 from reshard.refit.agreement import Agreement
 from reshard.refit.clock import StageClock
 from reshard.refit.deadline import Deadline
 from reshard.refit.errors import HolderLostError, QuarantinedError, RefitAborted, RefitError, RefitTimeoutError
 from reshard.refit.lease import LeaseKeeper
-from reshard.refit.loading import Loaded, Reading, read_plan
+from reshard.refit.loading import Reading, read_plan
 from reshard.refit.planning import Planned
-from reshard.refit.records import DiscoveryRecord, StagesRecord, emit, implied_gbps
-from reshard.refit.report import MemoryLedger, RefitReport
+from reshard.refit.report import RefitReport
 from reshard.refit.sentinel import fill_sentinel
 from reshard.refit.stages import RefitStage, StageMachine
 from reshard.refit.waves import failed_peers
@@ -63,7 +63,7 @@ class Attempt:
         self, receiver: Receiver, clock: StageClock, deadline: Deadline, only: Sequence[str], sentinel: bool
     ) -> None:
         self._receiver = receiver
-        self._clock = clock
+        self._account = Account(receiver, clock)
         self._deadline = deadline
         self._only = tuple(only)
         self._sentinel = sentinel
@@ -71,12 +71,7 @@ class Attempt:
         self._manifest: Manifest | None = None
         self._keeper: LeaseKeeper | None = None
         self._planned: Planned | None = None
-        self._discovery: DiscoveryRecord | None = None
-        self._loaded = Loaded()
-        self._cold = False
-        self._without: frozenset[str] = frozenset()
         self._cause: TransportError | None = None
-        self._before = receiver.reader.new_registrations
 
     # -- the whole way
 
@@ -88,14 +83,14 @@ class Attempt:
             planned = self._obtain(manifest)
             if r.install_mode == "shadow":
                 self._release()
-            self._clock.enter("vote")
+            self._account.clock.enter("vote")
         except BaseException as error:
             self._say_no(error)
             raise
         self.machine.advance(RefitStage.PREPARED)
         facts = self._vote(manifest, planned)
         self._decided(manifest, planned, facts, self._deadline)
-        return self._report(manifest, planned)
+        return self._account.report(manifest, planned)
 
     def settle(self, deadline: Deadline) -> None:
         """Learn what was decided while this rank was in doubt, and act on it."""
@@ -120,7 +115,7 @@ class Attempt:
     # -- before the vote
 
     def _discover(self, version: Literal["latest"] | int | VersionKey, after: VersionKey | None) -> Manifest:
-        r, clock = self._receiver, self._clock
+        r, clock = self._receiver, self._account.clock
         clock.enter("discover")
 
         def ask(left_s: float) -> Manifest:
@@ -164,25 +159,25 @@ class Attempt:
             except TransportError as error:
                 bad = failed_peers(error) & {slot.slot for slot in manifest.slots}
                 r.bench.drop(bad, self._deadline.left_s)
-                if not bad or bad <= self._without:
+                if not bad or bad <= self._account.without:
                     raise
-                self._without |= bad
+                self._account.without |= bad
                 self._cause = error
                 logger.warning("member %s goes on without %s: %s", r.member, ", ".join(sorted(bad)), error)
             except (CoverageError, PlanError) as gap:
                 if self._cause is None:
                     raise
-                raise HolderLostError(self._without, self._cause, gap) from self._cause
+                raise HolderLostError(self._account.without, self._cause, gap) from self._cause
             else:
                 self.machine.advance(RefitStage.LOADED)
                 return planned
 
     def _prepare(self, manifest: Manifest) -> Planned:
-        r, clock = self._receiver, self._clock
-        planned, fresh = r.bench.plan_for(manifest, self._only, clock, self._deadline, without=self._without)
+        r, clock = self._receiver, self._account.clock
+        planned, fresh = r.bench.plan_for(manifest, self._only, clock, self._deadline, without=self._account.without)
         self._planned = planned
         clock.enter("certify")
-        self._discovery = r.bench.discovery(manifest, planned, fresh, clock.seconds.get("discover", 0.0))
+        self._account.discovery = r.bench.discovery(manifest, planned, fresh, clock.seconds.get("discover", 0.0))
         if fresh:
             r.bench.adopt(planned)
         if self.machine.stage is RefitStage.CREATED:
@@ -193,7 +188,7 @@ class Attempt:
         dialled = r.reader.links.ensure(records, self._deadline)
         clock.enter("allocate")
         r.bench.allocate()
-        self._cold |= fresh or bool(dialled) or r.reader.new_registrations != self._before
+        self._account.cold |= fresh or bool(dialled) or self._account.new_registrations > 0
         return planned
 
     def _reading(self, manifest: Manifest) -> Reading:
@@ -219,25 +214,25 @@ class Attempt:
         if self._sentinel:
             fill_sentinel(shadow.buffers)
         r.bench.seed(planned, shadow.buffers, quarantined=r.state == "quarantined")
-        self._loaded = read_plan(
+        self._account.loaded = read_plan(
             self._reading(manifest),
             r.reader,
             planned.plan,
             r.bench.checks,
             manifest,
             self._deadline,
-            without=self._without,
+            without=self._account.without,
             seeded=planned.seeded,
-            enter=self._clock.enter,
+            enter=self._account.clock.enter,
             check_lease=self._check_lease,
         )
-        self._without |= self._loaded.lost
+        self._account.without |= self._account.loaded.lost
         if planned.captured.materialised:
-            self._clock.enter("load")
+            self._account.clock.enter("load")
             r.bench.run_loader(planned, shadow.buffers)
 
     def _release(self) -> None:
-        self._clock.enter("release")
+        self._account.clock.enter("release")
         if self._receiver.one_shot:
             self._receiver.reader.links.close()
         if self._keeper is not None:
@@ -245,13 +240,13 @@ class Attempt:
 
     def _say_no(self, error: BaseException) -> None:
         """Leave nothing behind: broken peers, poisoned memory, lease; and let the group abort."""
-        self._clock.stop()
+        self._account.clock.stop()
         self.machine.fail()
         self._let_go(error)
         self._quietly(self._resume)
         if self._manifest is not None:
             self._agreement(self._manifest).no(error, self._deadline.left_s)
-        self._emit_stages("aborted")
+        self._account.emit(self._manifest, self._planned, "aborted")
 
     def _let_go(self, error: BaseException) -> None:
         """Release what a failure must not keep, one step after the other even if one of them fails too."""
@@ -296,7 +291,7 @@ class Attempt:
                 plan_digest=planned.plan.digest,
                 consumed=planned.consumed,
                 allow_unconsumed=r.allow_unconsumed,
-                wire_bytes=planned.plan.economics.wire_bytes if streamed else self._loaded.data_bytes,
+                wire_bytes=planned.plan.economics.wire_bytes if streamed else self._account.loaded.data_bytes,
                 timeout_s=self._deadline.remaining("vote"),
             )
         except BaseException as error:
@@ -308,7 +303,7 @@ class Attempt:
             try:
                 return self._agreement(manifest).ask(self._deadline, outcome=False)
             except RefitError:
-                self._emit_stages("in_doubt")
+                self._account.emit(self._manifest, self._planned, "in_doubt")
                 raise
 
     # -- after it
@@ -320,7 +315,7 @@ class Attempt:
             self._release()
             r.restore_state()
             self._resume()
-            self._emit_stages("aborted")
+            self._account.emit(self._manifest, self._planned, "aborted")
             reason = facts.reason or "no reason given"
             raise RefitAborted(
                 f"the group did not take {manifest.version}: {reason}; the old weights serve",
@@ -331,18 +326,18 @@ class Attempt:
         self.machine.advance(RefitStage.MUTATING)
         r.set_state("changing", None)
         try:
-            self._clock.enter("install")
+            self._account.clock.enter("install")
             if r.install_mode == "shadow":
                 r.bench.install(again=not r.one_shot)
             else:
                 self._stream(manifest, planned, deadline)
-            self._clock.enter("check")
+            self._account.clock.enter("check")
             r.bench.check_installed()
             self.machine.advance(RefitStage.VERIFIED)
         except BaseException as error:
             self._failed_install(manifest, error, deadline)
             raise
-        self._clock.enter("serve")
+        self._account.clock.enter("serve")
         outcome = self._agreement(manifest).installed(None, deadline.left_s)
         if outcome is None:
             r.set_state("in_doubt", None)
@@ -363,14 +358,14 @@ class Attempt:
                 part.checks,
                 manifest,
                 deadline,
-                without=self._without,
+                without=self._account.without,
                 seeded=planned.seeded,
-                enter=self._clock.enter,
+                enter=self._account.clock.enter,
                 check_lease=self._check_lease,
             )
-            self._without |= loaded.lost
-            self._loaded.add(loaded)
-            self._clock.enter("install")
+            self._account.without |= loaded.lost
+            self._account.loaded.add(loaded)
+            self._account.clock.enter("install")
             part.write(r.bench.stream_engine())
         self._release()
 
@@ -381,7 +376,7 @@ class Attempt:
         r.set_state("quarantined", None)
         self._let_go(error)
         self._agreement(manifest).installed(error, deadline.left_s)
-        self._emit_stages("quarantined")
+        self._account.emit(self._manifest, self._planned, "quarantined")
         if isinstance(error, Exception):
             raise QuarantinedError(
                 f"member {r.member!r} failed while installing {manifest.version}: {type(error).__name__}: {error}; "
@@ -394,7 +389,7 @@ class Attempt:
             self.machine.advance(RefitStage.PUBLISHED)
             r.bench.resume_engine()
             r.set_state("serving", manifest.version)
-            self._emit_stages("served")
+            self._account.emit(self._manifest, self._planned, "served")
             return
         why = facts.reason or f"the outcome is {facts.outcome.name}"
         self._quarantine(f"the group did not finish installing {manifest.version}: {why}")
@@ -407,75 +402,8 @@ class Attempt:
             self.machine.advance(RefitStage.ABORTING)
         self.machine.advance(RefitStage.QUARANTINED)
         r.set_state("quarantined", None)
-        self._emit_stages("quarantined")
+        self._account.emit(self._manifest, self._planned, "quarantined")
         raise QuarantinedError(f"{why}; member {r.member!r} serves nothing until a refit completes")
-
-    # -- what it was
-
-    def _report(self, manifest: Manifest, planned: Planned) -> RefitReport:
-        r, plan = self._receiver, planned.plan
-        if self._discovery is None:
-            raise RefitError("a report needs a discovery")
-        return RefitReport(
-            version=manifest.version,
-            member=r.member,
-            cold=self._cold,
-            mode=r.install_mode,
-            certificate=plan.certificate,
-            coverage=planned.coverage,
-            discovery=self._discovery,
-            stages=dict(self._clock.stop()),
-            useful_bytes=plan.economics.useful_bytes,
-            wire_bytes=self._loaded.data_bytes,
-            wire_s=self._loaded.totals.seconds,
-            n_descriptors=self._loaded.totals.n_descriptors,
-            verified=self._loaded.verified,
-            ledger=self._ledger(planned),
-            new_registrations=r.reader.new_registrations - self._before,
-            failovers=tuple(sorted(self._without)),
-            plan_digest=plan.digest,
-        )
-
-    def _ledger(self, planned: Planned) -> MemoryLedger:
-        plan, staged = planned.plan, planned.materialised_bytes
-        shadow = int(plan.buffer_bytes.sum()) - staged
-        return MemoryLedger(
-            planned.coverage.engine_bytes,
-            shadow,
-            plan.staging_bytes,
-            staged,
-            self._receiver.bench.stream_budget(planned),
-        )
-
-    def _emit_stages(self, outcome: str) -> None:
-        r, manifest, planned = self._receiver, self._manifest, self._planned
-        if manifest is None:
-            return
-        seconds = {k: round(v, 6) for k, v in self._clock.stop().items()}
-        totals, verified = self._loaded.totals, self._loaded.verified
-        record = StagesRecord(
-            rank=r.rank,
-            member=r.member,
-            model=r.model,
-            epoch=manifest.version.epoch,
-            step=manifest.version.step,
-            mode=r.install_mode,
-            cold=self._cold,
-            outcome=outcome,
-            stages_s=seconds,
-            total_s=round(sum(seconds.values()), 6),
-            useful_bytes=planned.plan.economics.useful_bytes if planned is not None else 0,
-            wire_bytes=self._loaded.data_bytes,
-            verified_bytes=verified.verified_bytes,
-            received_bytes=verified.received_bytes,
-            descriptors=totals.n_descriptors,
-            wire_s=round(totals.seconds, 6),
-            implied_gbps=round(min(implied_gbps(self._loaded.data_bytes, totals.seconds), 1e308), 3),
-            new_registrations=r.reader.new_registrations - self._before,
-            failovers=len(self._without),
-        )
-        emit(record, logging.INFO if outcome == "served" else logging.WARNING)
-        r.observe(record)
 
 
 def _party(group: str, only: Sequence[str]) -> str:

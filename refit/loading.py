@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from reshard.planner.errors import CoverageError, PlanError
+from reshard.refit.checks import Checks
 from reshard.refit.deadline import Deadline
 from reshard.refit.errors import HolderLostError
 from reshard.refit.records import check_throughput
 from reshard.refit.report import Verified
 from reshard.refit.rescue import rescue
 from reshard.refit.sentinel import require_delivered
-from reshard.refit.verify import Checks, Mode, Verifier
+from reshard.refit.verify import Mode, Verifier
 from reshard.refit.waves import WireTotals
 from reshard.transports.errors import TransportError
 

@@ -17,9 +17,10 @@ import numpy.typing as npt
 
 from reshard.planner import ReadTable, plan
 from reshard.planner.errors import PlanError
+from reshard.refit.checks import build_checks
 from reshard.refit.deadline import Deadline
 from reshard.refit.reader import Reader
-from reshard.refit.verify import Mode, Verifier, build_checks
+from reshard.refit.verify import Mode, Verifier
 from reshard.refit.waves import WireTotals
 
 if TYPE_CHECKING:

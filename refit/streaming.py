@@ -19,10 +19,11 @@ import numpy.typing as npt
 
 from reshard.planner import plan
 from reshard.refit.arena import Arena
+from reshard.refit.checks import Checks, build_checks
 from reshard.refit.errors import StagingBudgetError
 from reshard.refit.planning import MATERIALISED, Planned, with_buffers
 from reshard.refit.reader import Reader
-from reshard.refit.verify import Checks, Mode, build_checks
+from reshard.refit.verify import Mode
 
 if TYPE_CHECKING:
     from reshard.planner import Plan

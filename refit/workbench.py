@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from reshard.planner.cuts import cuts
 from reshard.refit.arena import Arena
+from reshard.refit.checks import Checks, build_checks
 from reshard.refit.clock import StageClock
 from reshard.refit.deadline import Deadline
 from reshard.refit.engine import Captured, Engine, StreamEngine
@@ -24,7 +25,7 @@ from reshard.refit.planning import Gate, Planned, manifest_of, plan_refit, topol
 from reshard.refit.reader import Reader
 from reshard.refit.records import DiscoveryRecord, emit
 from reshard.refit.streaming import Streamer, StreamPart
-from reshard.refit.verify import Checks, Mode, build_checks
+from reshard.refit.verify import Mode
 from reshard.rendezvous.errors import RendezvousError
 from reshard.transports.errors import TransferTimeoutError
 
