@@ -95,14 +95,14 @@ class TestRing:
     def test_a_chunk_is_in_flight_until_its_last_request_ends(self, ring):
         chunk = self.post(ring, 3)
         assert ring.in_flight(chunk)
-        assert ring.busy()
+        assert ring.n_busy()
         self.finish(2, d.OK)
         self.finish(0, d.OK)
         assert ring.in_flight(chunk)
         self.finish(1, d.OK)
         assert not ring.in_flight(chunk)
         assert ring.release(chunk) == d.OK
-        assert not ring.busy()
+        assert not ring.n_busy()
 
     @pytest.mark.parametrize("status", [-1, d.ERR_IO_ERROR, -25, -80, d.ERR_LAST + 1])
     def test_one_error_among_many_is_found(self, ring, status):

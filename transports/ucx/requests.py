@@ -79,9 +79,9 @@ class RequestRing:
         """Chunks that can be posted now."""
         return len(self._free)
 
-    def busy(self) -> bool:
-        """Return whether any request is in flight."""
-        return bool((self._status == d.INPROGRESS).any())
+    def n_busy(self) -> int:
+        """Return how many requests are in flight."""
+        return int(np.count_nonzero(self._status == d.INPROGRESS))
 
     def post(
         self,
