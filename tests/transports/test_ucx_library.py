@@ -16,7 +16,7 @@ from reshard.transports import Region, RegistrationError, TransportUnavailableEr
 from reshard.transports.ucx import UcxTransport
 from reshard.transports.ucx import declarations as d
 from reshard.transports.ucx.context import Context
-from reshard.transports.ucx.describe import describe, emulated
+from reshard.transports.ucx.describe import _warnings, describe, emulated
 from reshard.transports.ucx.library import SETTING, load_library
 
 pytestmark = pytest.mark.skipif(bool(UcxTransport.probe()), reason=f"ucx does not work here: {UcxTransport.probe()}")
@@ -234,3 +234,10 @@ def test_description_names_library_devices_and_emulation(monkeypatch):
 )
 def test_emulation_is_told_by_the_transports(transports, software):
     assert emulated(transports) is software
+
+
+@pytest.mark.parametrize(("version", "warned"), [((1, 19, 0), True), ((1, 20, 0), False)])
+def test_a_version_without_cma_for_what_survives_peers_is_warned_of(version, warned):
+    library = replace(load_library(), version=version)
+    found = "; ".join(_warnings(library, (("rc_mlx5", "mlx5_0:1"), ("cma", "memory")), {}))
+    assert ("before 1.20" in found) is warned
