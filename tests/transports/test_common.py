@@ -76,6 +76,7 @@ class ScriptedTransport(CommonTransport):
         self.registered: list[int] = []
         self.hung_up: list[str] = []
         self.dialled: list[str] = []
+        self.dial_s: list[float] = []
 
     def allocate(self, nbytes, *, memory="dram", device=0):  # type: ignore[no-untyped-def]
         return allocate_host(nbytes)
@@ -100,6 +101,7 @@ class ScriptedTransport(CommonTransport):
         if peer.name in self.refusing:
             raise self.refusing[peer.name]
         self.dialled.append(peer.name)
+        self.dial_s.append(deadline - time.monotonic())
         return peer.name
 
     def _hang_up(self, native: object) -> None:
@@ -215,6 +217,29 @@ def test_lists_and_links_come_back_by_themselves_after_the_agent_was_rebuilt() -
     transport.outcome["sick"] = True
     setting.sick = transport.connect(setting.source.endpoint(), timeout_s=1.0, name="sick")
     read(transport, [setting.list(setting.sick, 0)], timeout_s=10.0)
+    transport.close()
+
+
+def test_connecting_again_has_the_deadline_of_the_read() -> None:
+    transport = ScriptedTransport("agent")
+    setting = Setting(transport)
+    with raises(TransferTimeoutError):
+        read(transport, [setting.to_sick], timeout_s=0.05)
+    transport.wait_quarantine(timeout_s=10.0)
+    read(transport, [setting.to_well], timeout_s=3.0)
+    assert transport.dialled == ["sick", "well", "well"]
+    assert 0 < transport.dial_s[-1] <= 3.0
+    transport.close()
+
+
+def test_connecting_while_a_quarantine_is_lifted_keeps_its_deadline() -> None:
+    transport = ScriptedTransport("agent")
+    setting = Setting(transport)
+    transport._n_rebuilding += 1
+    with raises(TransferTimeoutError, within_s=0.2 + SLACK_S):
+        transport.connect(setting.source.endpoint(), timeout_s=0.2, name="third")
+    transport._n_rebuilding -= 1
+    transport.connect(setting.source.endpoint(), timeout_s=10.0, name="third")
     transport.close()
 
 
