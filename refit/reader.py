@@ -288,9 +288,14 @@ class Reader:
     def give_up(self, arenas: Sequence[Arena]) -> None:
         """Let go of memory that must not be used again, and allocate other memory next time."""
         self.forget_lists()
-        if any(a in arenas for a in self._shadows):
-            # The arena that the engine serves from was not read into and stays with the engine, which holds its memory.
-            self._drop("shadow")
+        hit = [a for a in self._shadows if a in arenas]
+        if hit:
+            # What the engine serves from was not read into, and others may be reading it.
+            self._shadows = [a for a in self._shadows if a not in hit]
+            self._current = len(self._shadows) if self._swaps else 0
+            self.served = self.served if self.served in self._shadows else None
+            for given_up in hit:
+                given_up.close()
         for what, arena in (("staging", self._staging), ("meta", self._meta), ("loader", self._loader)):
             if arena in arenas:
                 self._drop(what)

@@ -72,6 +72,9 @@ def test_memory_that_is_written_late_is_given_up() -> None:
             assert first.holders == ("trainer-0",)
             assert wire.quarantined()
             assert not cluster.leftovers()
+            reader = cluster.receivers[0].reader
+            assert reader.served is not None, "what is served from was not read into, and others may read it"
+            assert reader._shadows == [reader.served]
             wire.gate = None
             cluster.refit_ok(2)
             assert wire.quarantined(), "this refit had no need to wait for memory that it does not use"
