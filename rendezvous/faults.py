@@ -118,7 +118,9 @@ def error_from_status(error: grpc.aio.AioRpcError, address: str, call: str) -> R
         return AuthenticationError(f"{where}: {said}")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return InvalidRequestError(call, f"message too large: {said}")
-    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN):
+    # what grpcio says where one of its own writes crossed the end of the call: why it ended was not heard
+    unheard = code is grpc.StatusCode.INTERNAL and said == "Internal error from Core"
+    if unheard or code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN):
         return RendezvousUnavailableError(f"{where}: {said or code.name}")
     return RendezvousError(f"{where}: {code.name}: {said}")
 
