@@ -13,6 +13,7 @@ import hashlib
 import random
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import replace
 
 from reshard.planner.cuts import Cuts
 from reshard.planner.shards import ShardPart
@@ -327,16 +328,19 @@ class RemoteBackend:
         pause_s = FIRST_PAUSE_S
         while (left_s := deadline - time.monotonic()) > 0:
             request = pb.WatchVersionsRequest(model=model, timeout_ms=messages.s_to_ms(left_s))
-            offered: set[str] = set()
             try:
+                if told:
+                    # the stream broke: it begins anew with what is offered, and says nothing of what no longer is
+                    versions = (await self.describe(left_s)).versions
+                    ready = {version.uid for version in versions if version.state == "ready"}
+                    for uid in [uid for uid in told if uid not in ready]:
+                        yield replace(told.pop(uid), offered=False)
                 async for response in self._link.stream(
                     "WatchVersions", request, pb.WatchVersionsResponse, left_s + _GRACE_S
                 ):
                     key = VersionKey(model, response.stamp.epoch, response.stamp.step)
                     event = VersionEvent(messages.id_from_bytes("uid", response.uid), key, response.offered)
                     pause_s = FIRST_PAUSE_S
-                    if event.offered:
-                        offered.add(event.uid)
                     if event.offered is not (event.uid in told):
                         if event.offered:
                             told[event.uid] = event

@@ -335,6 +335,26 @@ def test_a_restarted_memory_server_says_unknown() -> None:
         server.close(0.5)
 
 
+def test_what_went_during_an_outage_is_told_after_it() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    server = serve(listen=address)
+    try:
+        with Rendezvous.connect(address) as client:
+            publish(client, 1, {"t0": trainer(client, "t0")})
+            events = client.watch_versions(MODEL, timeout_s=60.0)
+            first = next(events)
+            assert (first.key.step, first.offered) == (1, True)
+            server.close(0.5)
+            server = serve(listen=address)
+            again = next(events)
+            assert (again.uid, again.offered) == (first.uid, False)
+            publish(client, 2, {"t0": trainer(client, "t0")})
+            assert next(events).key.step == 2
+            events.close()
+    finally:
+        server.close(0.5)
+
+
 @pytest.mark.redis
 def test_r8_a_member_in_doubt_learns_the_one_decision(redis_process: RedisServer, redis_url: str) -> None:
     """The server dies before a member hears, and comes back: the decision is the one that was recorded."""
