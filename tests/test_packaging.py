@@ -91,6 +91,7 @@ def test_the_planner_needs_numpy_alone(bare: Path) -> None:
         ("from reshard import open_transport; open_transport('nixl')", "reshard[nixl]"),
         ("from reshard import open_transport; open_transport('ucx')", "reshard[ucx]"),
         ("from reshard import Rendezvous; Rendezvous.connect('127.0.0.1:1')", "reshard[rendezvous]"),
+        ("import reshard.proto.v1.tables_pb2", "reshard[rendezvous]"),
         ("from reshard.refit.adapters import torch_dtensor as t; list(t.local_tensors(None))", "reshard[torch]"),
     ],
 )
