@@ -131,7 +131,9 @@ def assemble(
     begin = np.flatnonzero(np.diff(part, prepend=-1))
     present, end = part[begin], np.append(begin[1:], len(part))[: len(begin)]
     keys, row_bytes = columns.tobytes(), columns.itemsize * columns.shape[1]
+    # holders that serve the same members share one tensor column, and one column of distances from the shards' starts
     shared: dict[bytes, Int64] = {}
+    deltas: dict[bytes, Int64] = {}
     inverse = np.zeros(len(classes.tensor), np.int64)
     out = []
     for p, a, b in zip(present.tolist(), begin.tolist(), end.tolist(), strict=True):
@@ -146,7 +148,10 @@ def assemble(
         if tensor is None:
             n = size[a:b]
             tensor = shared[members] = classes.members[np.repeat(first[a:b], n) + ragged_arange(n)]
-        out.append(_segment(p, rows, item[a:b], size[a:b], tensor, nth[a:b], columns[a:b, 3], inverse, key))
+        delta = deltas.get(key)
+        if delta is None:
+            delta = deltas[key] = np.repeat(columns[a:b, 3], size[a:b])
+        out.append(_segment(p, rows, item[a:b], size[a:b], tensor, nth[a:b], delta, inverse, key))
     return out
 
 
@@ -168,8 +173,8 @@ def _segment(
     elif rows.rows is not None or len(rows.tensor) < len(inverse):
         inverse[rows.tensor] = np.arange(len(rows.tensor)) if rows.rows is None else rows.rows
         row = inverse[tensor]
-    offset = part.offset_bytes[tensor if row is None else row]
-    offset += np.repeat(delta, counts)
+    offset = np.take(part.offset_bytes, tensor if row is None else row, mode="clip")
+    offset += delta
     region: Int64 | None = None
     if not part.one_region or (len(part) and int(part.region[0]) != 0):
         region = part.region[tensor if row is None else row]

@@ -234,8 +234,10 @@ def reclassify(
         members, member_start = _by_class(cls, len(first))
     shards = _merge_shards(old, kept, first, template_shards(changed, first, n_dims, len(cls), numbers))
     key = [sources.tensors.shape_class[0][old.tensor[first]], *_template_key(old, requests, first, shards)]
-    if len(classify(key)[1]) < len(first):
-        # classes that only the changed parts told apart may be one now
+    alike, alike_first = classify(key)
+    parent = old.cls[first]
+    if (parent != parent[alike_first[alike]]).any():
+        # classes that only the changed parts told apart may be one now (those of one old class differ in these parts)
         return build_classes(sources, requests, n_dims, parts)
     return Classes(old.tensor, cls, first, members, member_start, old.request_first, old.n_requests, parts, shards)
 
