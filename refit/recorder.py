@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from reshard.planner.errors import require
 from reshard.refit.errors import UnattributedWriteError, UnsupportedLoaderError
-from reshard.refit.recording import PARAM, Destination, Recording, Write
+from reshard.refit.recording import PARAM, Destination, Recording, Write, storage_key
 from reshard.refit.trace import Origin, Piece, Storage, Strided, meta_of, origin_of, resolve, traced, traced_type
 
 if TYPE_CHECKING:
@@ -83,9 +83,9 @@ def recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractCont
 
         def destination(self, tensor: torch.Tensor) -> tuple[Destination, Strided] | None:
             """The destination that holds ``tensor`` and the view of it that ``tensor`` is; None if it is elsewhere."""
-            if isinstance(tensor, made) or (tensor.device.type == "meta" and tensor.untyped_storage().data_ptr() == 0):
+            if isinstance(tensor, made):
                 return None
-            known = self.by_storage.get(tensor.untyped_storage().data_ptr())
+            known = self.by_storage.get(storage_key(tensor))
             if known is None or tensor.numel() == 0:
                 return None
             item = tensor.element_size()
@@ -115,7 +115,7 @@ def recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractCont
             if hit is not None:
                 return Origin(None, frozenset((PARAM + hit[0].name,)))
             if self.scratch_taint and tensor.layout == torch.strided:
-                taint = self.scratch_taint.get(tensor.untyped_storage().data_ptr())
+                taint = self.scratch_taint.get(storage_key(tensor))
                 if taint:
                     return Origin(None, taint)
             return None
@@ -210,7 +210,7 @@ def recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractCont
                     self.recording.mutated |= {n for n in origin_of(target).names if not n.startswith(PARAM)}
                     origin_of(target).taint |= inputs
                 else:
-                    pointer = target.untyped_storage().data_ptr()
+                    pointer = storage_key(target)
                     before = self.scratch_taint.get(pointer, frozenset())
                     self.scratch_taint[pointer] = before | inputs
                     self.scratch_owner.append(target)
@@ -236,7 +236,7 @@ def recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractCont
             if func is aten.copy_.default or (func is aten.fill_.Tensor and source is not None):
                 self.recording.n_copies += 1
                 if source is None and isinstance(value, torch.Tensor):
-                    element = self.uniform(value, target)
+                    element = self.uniform(value, target) if not value.is_meta else None
                     if element is not None:
                         self.recording.writes.append(Write(order, "constant", destination.name, view, value=element))
                         return

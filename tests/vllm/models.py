@@ -1,0 +1,53 @@
+"""Tiny models of the families under test, as transformers configurations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+VOCABULARY = 509
+PROMPTS = ([1, 2, 3, 5, 8, 13], [508, 7, 412], [42], [99, 98, 97, 96, 95], [17] * 9, [300, 2], [250, 4, 250, 4], [77, 78])
+N_NEW_TOKENS = 16
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "initializer_range": 0.1,
+}
+
+
+def config_of(family: str, **changes: Any) -> Any:
+    import transformers
+
+    settings = COMMON | changes
+    if family == "qwen3_moe":
+        kind, own = transformers.Qwen3MoeConfig, {
+            "head_dim": 32,
+            "intermediate_size": 256,
+            "moe_intermediate_size": 64,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "tie_word_embeddings": False,
+        }
+    elif family == "qwen3_tied":
+        kind, own = transformers.Qwen3Config, {"head_dim": 32, "intermediate_size": 256, "tie_word_embeddings": True}
+    elif family == "llama":
+        kind, own = transformers.LlamaConfig, {"intermediate_size": 256, "tie_word_embeddings": False}
+    elif family == "mixtral":
+        kind, own = transformers.MixtralConfig, {
+            "intermediate_size": 128,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "tie_word_embeddings": False,
+        }
+    elif family == "gemma3":
+        kind, own = transformers.Gemma3TextConfig, {"head_dim": 32, "intermediate_size": 256, "sliding_window": 64}
+    else:
+        raise ValueError(family)
+    return kind(**(own | settings))
