@@ -48,6 +48,39 @@ def config_of(family: str, **changes: Any) -> Any:
         }
     elif family == "gemma3":
         kind, own = transformers.Gemma3TextConfig, {"head_dim": 32, "intermediate_size": 256, "sliding_window": 64}
+    elif family == "mamba":
+        return transformers.MambaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=128,
+            num_hidden_layers=2,
+            state_size=16,
+            time_step_rank=8,
+            tie_word_embeddings=False,
+            initializer_range=0.1,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=0,
+            **changes,
+        )
+    elif family == "deepseek_v3":
+        kind, own = transformers.DeepseekV3Config, {
+            "intermediate_size": 256,
+            "moe_intermediate_size": 64,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 64,
+            "q_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 32,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": False,
+        }
+        settings = {k: v for k, v in settings.items() if k != "num_key_value_heads"}
     else:
         raise ValueError(family)
     return kind(**(own | settings))
