@@ -267,4 +267,4 @@ def _restore_kernel_tensors(model: torch.nn.Module) -> None:
             info.reset()
     LOADING_LAYERS.clear()
     if hasattr(model, "_original_do_torchao_reload"):
-        model._do_torchao_reload = model._original_do_torchao_reload  # type: ignore[assignment]
+        model._do_torchao_reload = model._original_do_torchao_reload

@@ -91,7 +91,9 @@ def load_places(model: torch.nn.Module) -> list[LoadPlace]:
         with load_layout_of(layer) as loaded:
             for attribute, (tensor, live, is_parameter) in loaded.items():
                 name = f"{prefix}.{attribute}" if prefix else attribute
-                same = live is not None and not live.is_meta and live.numel() and tuple(live.shape) == tuple(tensor.shape)
+                same = (
+                    live is not None and not live.is_meta and live.numel() and tuple(live.shape) == tuple(tensor.shape)
+                )
                 key: tuple[object, ...] = (
                     (storage_key(live), live.storage_offset(), tuple(live.shape), live.dtype)
                     if same and live is not None
@@ -144,7 +146,7 @@ def load_layout_of(layer: torch.nn.Module) -> Iterator[dict[str, tuple[torch.Ten
                 if tensor is not None and tensor is not before.get(name):
                     sanitize_layer_refs(tensor, layer)
             table.clear()
-            table.update(before)
+            table.update(before)  # type: ignore[arg-type]
         layer._non_persistent_buffers_set.clear()
         layer._non_persistent_buffers_set.update(transient)
         for name in others.keys() - layer.__dict__.keys():
@@ -186,4 +188,3 @@ def _unwrap_loader(tensor: torch.Tensor) -> None:
     while loader is not None and getattr(loader, "__name__", "") == "online_process_loader":
         loader = loader.__wrapped__
         tensor.weight_loader = loader  # type: ignore[attr-defined]
-

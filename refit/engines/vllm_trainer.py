@@ -21,6 +21,7 @@ from reshard.refit.tensors import LocalTensor, full
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
     from vllm.distributed.weight_transfer.base import (
         ParamMeta,
         TrainerWeightTransferEngine,
@@ -88,11 +89,11 @@ class ShardedSource(Protocol):
     """A source that says what this rank holds, so that nothing need be gathered."""
 
     def local_tensors(self) -> Sequence[LocalTensor]:
-        """This rank's boxes under checkpoint names, as views."""
+        """Return this rank's boxes under checkpoint names, as views."""
         ...
 
 
-def checkpoint_source(module: torch.nn.Module, *, copies_over: Sequence[str] = ()) -> WeightSource:
+def checkpoint_source(module: PreTrainedModel, *, copies_over: Sequence[str] = ()) -> WeightSource:
     """A vLLM ``WeightSource`` over a transformers model, plain or under FSDP2, HSDP or TP, under checkpoint names.
 
     Parameters
@@ -112,10 +113,10 @@ def _source_type() -> Any:
     from reshard.refit.adapters.transformers_names import CheckpointNames
     from reshard.refit.engines.places import torch_dtype
 
-    class CheckpointSource(WeightSource):
+    class CheckpointSource(WeightSource):  # type: ignore[misc]
         """Yields whole tensors to whom asks for them, and boxes to this back end."""
 
-        def __init__(self, module: torch.nn.Module, copies_over: tuple[str, ...]) -> None:
+        def __init__(self, module: PreTrainedModel, copies_over: tuple[str, ...]) -> None:
             self._module, self._copies_over = module, copies_over
             self._names = CheckpointNames.of_model(module)
 
@@ -152,14 +153,12 @@ def trainer_engine_type() -> type[TrainerWeightTransferEngine[Any]]:
     from reshard.rendezvous import Rendezvous, TLSFiles
     from reshard.transports import open_transport
 
-    class ReshardTrainerWeightTransferEngine(TrainerWeightTransferEngine[Any]):
+    class ReshardTrainerWeightTransferEngine(TrainerWeightTransferEngine[Any]):  # type: ignore[misc]
         """One trainer rank's publisher."""
 
         init_info_cls = ReshardTrainerInitInfo
 
-        def __init__(
-            self, info: ReshardTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource
-        ) -> None:
+        def __init__(self, info: ReshardTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource) -> None:
             super().__init__(client=client, source=source, is_sender=info.rank == 0)
             self._info, self._step = info, 0
             self._sharded = source if isinstance(source, ShardedSource) else None

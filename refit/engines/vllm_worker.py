@@ -143,7 +143,9 @@ def worker_engine_type() -> type[WeightTransferEngine[ReshardInitInfo, ReshardUp
     from reshard.rendezvous.types import VersionKey
     from reshard.transports import open_transport
 
-    class ReshardWeightTransferEngine(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
+    base = WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]
+
+    class ReshardWeightTransferEngine(base):  # type: ignore[misc, valid-type]
         """One worker's receiver."""
 
         init_info_cls = ReshardInitInfo

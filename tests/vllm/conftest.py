@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from tests.vllm.children import Child
 
 TRANSPORT = os.environ.get("RESHARD_TEST_VLLM_TRANSPORT", "auto")
 VLLM_ENV = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for `apply_model`, by which the tests look at the weights
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",

@@ -17,6 +17,7 @@ class Engine:
         from vllm.config import WeightTransferConfig
 
         backend = WeightTransferConfig(backend="reshard") if arguments.get("refits") else None
+        self.checkpoint = arguments["checkpoint"]
         self.llm = LLM(
             model=arguments["checkpoint"],
             skip_tokenizer_init=True,
@@ -36,6 +37,32 @@ class Engine:
         self.llm.update_weights({"update_info": info})
         self.llm.finish_weight_update()
 
+    def send(self, source: str, info: dict[str, Any]) -> None:
+        """Train beside the engine, in this process, and send the weights by vLLM's own trainer-side interface."""
+        import torch
+        import transformers
+        from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
+
+        from reshard.refit.engines.vllm_trainer import ReshardTrainerInitInfo, checkpoint_source
+
+        config = transformers.AutoConfig.from_pretrained(self.checkpoint)
+        torch.manual_seed(11)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(info.pop("folder"))
+        made = WeightTransferTrainerFactory.trainer_init(
+            ReshardTrainerInitInfo(rank=0, world_size=1, timeout_s=60.0, **info),
+            client=LocalClient(self.llm),
+            source=checkpoint_source(model) if source == "checkpoint" else ModuleSource(model),
+        )
+        made.send_weights()
+        made.send_weights()
+        made.shutdown()
+
+    def weights(self) -> list[dict[str, str]]:
+        """A digest of each parameter and buffer that serves, in its kernel's layout, rank by rank."""
+        found: list[dict[str, str]] = self.llm.apply_model(digests)
+        return found
+
     def generate(self) -> list[list[int]]:
         from vllm import SamplingParams
 
@@ -45,9 +72,50 @@ class Engine:
         return [list(o.outputs[0].token_ids) for o in self.llm.generate(prompts, sampling, use_tqdm=False)]
 
 
+def digests(model: Any) -> dict[str, str]:
+    import hashlib
+
+    import torch
+
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {
+        name: hashlib.sha256(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, t in named
+        if t.numel()
+    }
+
+
+class LocalClient:
+    """vLLM's ``VLLMWeightSyncClient`` over an `LLM` of this process."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self.llm.start_weight_update()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.llm.finish_weight_update(weight_version)
+
+
 def main() -> None:
     engine = Engine(json.loads(Path(sys.argv[2]).read_text()))
-    answer(sys.argv[1], {"init": engine.init, "refit": engine.refit, "generate": engine.generate})
+    answer(
+        sys.argv[1],
+        {
+            "init": engine.init,
+            "refit": engine.refit,
+            "generate": engine.generate,
+            "send": engine.send,
+            "weights": engine.weights,
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Captures a model of full size on the meta device with vLLM's real class; prints what it took as one JSON line.
 
-    python -m tests.vllm.meta_capture CONFIGURATION_FOLDER CHECKPOINT_NAMES.json
+python -m tests.vllm.meta_capture CONFIGURATION_FOLDER CHECKPOINT_NAMES.json
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def main(folder: str, names: str) -> None:
     from reshard.refit.planning import Gate, plan_refit
     from reshard.refit.tensors import SourceTensor
 
-    arguments = EngineArgs(model=folder, skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=64)
+    arguments = EngineArgs(
+        model=folder, skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=64
+    )
     config = arguments.create_engine_config()
     with set_current_vllm_config(config):
         store = Path(folder) / "store"
@@ -63,7 +65,7 @@ def main(folder: str, names: str) -> None:
                 "tensors": len(manifest),
                 "copies": captured.n_copies,
                 "materialised": list(captured.materialised),
-                "unconsumed": len(set(s.name for s in manifest) - captured.consumed),
+                "unconsumed": len({s.name for s in manifest} - captured.consumed),
                 "coverage_pct": record.coverage_pct,
                 "never_written": list(record.params_never_written_sample),
                 "engine_bytes": record.engine_bytes,

@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 VOCABULARY = 509
-PROMPTS = ([1, 2, 3, 5, 8, 13], [508, 7, 412], [42], [99, 98, 97, 96, 95], [17] * 9, [300, 2], [250, 4, 250, 4], [77, 78])
+PROMPTS = (
+    [1, 2, 3, 5, 8, 13],
+    [508, 7, 412],
+    [42],
+    [99, 98, 97, 96, 95],
+    [17] * 9,
+    [300, 2],
+    [250, 4, 250, 4],
+    [77, 78],
+)
 N_NEW_TOKENS = 16
 
 COMMON: dict[str, Any] = {
@@ -27,25 +36,31 @@ def config_of(family: str, **changes: Any) -> Any:
 
     settings = COMMON | changes
     if family == "qwen3_moe":
-        kind, own = transformers.Qwen3MoeConfig, {
-            "head_dim": 32,
-            "intermediate_size": 256,
-            "moe_intermediate_size": 64,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "tie_word_embeddings": False,
-        }
+        kind, own = (
+            transformers.Qwen3MoeConfig,
+            {
+                "head_dim": 32,
+                "intermediate_size": 256,
+                "moe_intermediate_size": 64,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "tie_word_embeddings": False,
+            },
+        )
     elif family == "qwen3_tied":
         kind, own = transformers.Qwen3Config, {"head_dim": 32, "intermediate_size": 256, "tie_word_embeddings": True}
     elif family == "llama":
         kind, own = transformers.LlamaConfig, {"intermediate_size": 256, "tie_word_embeddings": False}
     elif family == "mixtral":
-        kind, own = transformers.MixtralConfig, {
-            "intermediate_size": 128,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "tie_word_embeddings": False,
-        }
+        kind, own = (
+            transformers.MixtralConfig,
+            {
+                "intermediate_size": 128,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "tie_word_embeddings": False,
+            },
+        )
     elif family == "gemma3":
         kind, own = transformers.Gemma3TextConfig, {"head_dim": 32, "intermediate_size": 256, "sliding_window": 64}
     elif family == "mamba":
@@ -63,23 +78,27 @@ def config_of(family: str, **changes: Any) -> Any:
             **changes,
         )
     elif family == "deepseek_v3":
-        kind, own = transformers.DeepseekV3Config, {
-            "intermediate_size": 256,
-            "moe_intermediate_size": 64,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_shared_experts": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "kv_lora_rank": 64,
-            "q_lora_rank": 64,
-            "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 32,
-            "v_head_dim": 32,
-            "num_key_value_heads": 4,
-            "tie_word_embeddings": False,
-        }
+        kind, own = (
+            transformers.DeepseekV3Config,
+            {
+                "intermediate_size": 256,
+                "moe_intermediate_size": 64,
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "n_shared_experts": 1,
+                "n_group": 1,
+                "topk_method": "noaux_tc",
+                "topk_group": 1,
+                "first_k_dense_replace": 1,
+                "kv_lora_rank": 64,
+                "q_lora_rank": 64,
+                "qk_nope_head_dim": 32,
+                "qk_rope_head_dim": 32,
+                "v_head_dim": 32,
+                "num_key_value_heads": 4,
+                "tie_word_embeddings": False,
+            },
+        )
         settings = {k: v for k, v in settings.items() if k != "num_key_value_heads"}
     else:
         raise ValueError(family)

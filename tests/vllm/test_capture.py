@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from tests.vllm.children import ROOT
 from tests.vllm.conftest import VLLM_ENV
 from tests.vllm.models import config_of

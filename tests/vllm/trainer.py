@@ -1,4 +1,4 @@
-"""A trainer rank under test: transformers model, FSDP2 over gloo, AdamW; it publishes bfloat16 and saves checkpoints."""
+"""A trainer rank under test: transformers, FSDP2 over gloo, AdamW; it publishes bfloat16 and saves checkpoints."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from tests.vllm.children import answer
+from tests.vllm.models import VOCABULARY, config_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -18,8 +20,6 @@ from reshard.refit.adapters.transformers_names import CheckpointNames
 from reshard.refit.publisher import Publisher
 from reshard.rendezvous import Rendezvous
 from reshard.transports import open_transport
-from tests.vllm.children import answer
-from tests.vllm.models import VOCABULARY, config_of
 
 
 class Trainer:
@@ -33,7 +33,8 @@ class Trainer:
         self.config = config_of(arguments["family"], **arguments.get("changes", {}))
         self.model = transformers.AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
         mesh = init_device_mesh("cpu", (self.n,))
-        for layer in self.model.model.layers:
+        body = self.model.model if hasattr(self.model, "model") else self.model.backbone
+        for layer in body.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
         self.names = CheckpointNames.of_model(self.model)
