@@ -62,7 +62,7 @@ def test_tokens_after_each_refit_are_those_of_its_checkpoint(site: Site, family:
 
 @pytest.mark.timeout(600)
 def test_a_loader_that_computes_with_values(site: Site) -> None:
-    """Mamba's ``A_log`` is exponentiated on the way in. vLLM's CPU build cannot run the model: its bytes are compared."""
+    """Mamba's ``A_log`` is exponentiated on the way in. The CPU build cannot run the model: its bytes are compared."""
     trainers = site.trainers("mamba")
     engine = site.engine(save_initial(site, trainers), refits=True)
     before = engine.ask("weights")
