@@ -48,17 +48,33 @@ def recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractCont
     }
     escapes = {"_local_scalar_dense", "is_nonzero", "equal", "item", "nonzero", "allclose"}
 
-    def values(args: object, kwargs: object) -> list[torch.Tensor]:
-        return [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+    def values(args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
+        """Tensors among the arguments; an operation's argument is at most a list of them."""
+        out: list[torch.Tensor] = []
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor):
+                out.append(value)
+            elif isinstance(value, list | tuple):
+                out += [t for t in value if isinstance(t, torch.Tensor)]
+        return out
+
+    def on_each(change: Callable[[object], object], value: object) -> object:
+        return [change(v) for v in value] if isinstance(value, list | tuple) else change(value)
+
+    @cache
+    def written_arguments(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+        return tuple(
+            (i, argument.name)
+            for i, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
 
     def written(
         func: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> list[torch.Tensor]:
         out: list[torch.Tensor] = []
-        for i, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[i] if i < len(args) else kwargs.get(argument.name)
-                out += [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+        for i, name in written_arguments(func):
+            out += values((args[i] if i < len(args) else kwargs.get(name),), {})
         return out
 
     def is_view(func: torch._ops.OpOverload) -> bool:
@@ -262,6 +278,8 @@ def recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractCont
         # -- making tensors
 
         def wrap(self, out: object, origin: Origin) -> object:
+            if isinstance(out, torch.Tensor):
+                return traced(out, Origin(origin.storage, origin.taint))
             return pytree.tree_map(
                 lambda t: traced(t, Origin(origin.storage, origin.taint)) if isinstance(t, torch.Tensor) else t, out
             )
@@ -314,10 +332,10 @@ def recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractCont
             return self.copied(out, parts)
 
         def meta_args(self, args: Sequence[object]) -> tuple[object, ...]:
-            return tuple(pytree.tree_map(self.meta, tuple(args)))
+            return tuple(on_each(self.meta, value) for value in args)
 
         def meta_kwargs(self, kwargs: Mapping[str, object]) -> dict[str, object]:
-            return {name: pytree.tree_map(self.meta, value) for name, value in kwargs.items()}
+            return {name: on_each(self.meta, value) for name, value in kwargs.items()}
 
         @staticmethod
         def meta(value: object) -> object:
@@ -334,7 +352,7 @@ def recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractCont
             def one(value: object) -> object:
                 return torch.empty((), dtype=value.dtype).expand(value.shape) if isinstance(value, made) else value
 
-            return tuple(pytree.tree_map(one, tuple(args)))
+            return tuple(on_each(one, value) for value in args)
 
         @staticmethod
         def on_meta(kwargs: Mapping[str, object]) -> dict[str, object]:

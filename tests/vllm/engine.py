@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.vllm.children import answer
-from tests.vllm.models import N_NEW_TOKENS, PROMPTS
+from tests.vllm.models import N_NEW_TOKENS, PROMPTS, digests
 
 
 class Engine:
@@ -70,19 +70,6 @@ class Engine:
         sampling = SamplingParams(temperature=0.0, max_tokens=N_NEW_TOKENS, ignore_eos=True, detokenize=False)
         prompts = [{"prompt_token_ids": list(p)} for p in PROMPTS]
         return [list(o.outputs[0].token_ids) for o in self.llm.generate(prompts, sampling, use_tqdm=False)]
-
-
-def digests(model: Any) -> dict[str, str]:
-    import hashlib
-
-    import torch
-
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return {
-        name: hashlib.sha256(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-        for name, t in named
-        if t.numel()
-    }
 
 
 class LocalClient:

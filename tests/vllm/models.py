@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 VOCABULARY = 509
@@ -103,3 +104,15 @@ def config_of(family: str, **changes: Any) -> Any:
     else:
         raise ValueError(family)
     return kind(**(own | settings))
+
+
+def digests(model: Any) -> dict[str, str]:
+    """A digest of each parameter and buffer, as it lies in memory now."""
+    import torch
+
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {
+        name: hashlib.sha256(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, t in named
+        if t.numel()
+    }
