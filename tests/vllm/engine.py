@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.vllm.children import answer
-from tests.vllm.models import N_NEW_TOKENS, PROMPTS, digests
+from tests.vllm.models import N_NEW_TOKENS, PROMPTS, digests, sabotage
 
 
 class Engine:
@@ -63,6 +63,9 @@ class Engine:
         found: list[dict[str, str]] = self.llm.apply_model(digests)
         return found
 
+    def break_next_install(self) -> None:
+        self.llm.apply_model(sabotage)
+
     def generate(self) -> list[list[int]]:
         from vllm import SamplingParams
 
@@ -101,6 +104,7 @@ def main() -> None:
             "generate": engine.generate,
             "send": engine.send,
             "weights": engine.weights,
+            "break_next_install": engine.break_next_install,
         },
     )
 

@@ -116,3 +116,18 @@ def digests(model: Any) -> dict[str, str]:
         for name, t in named
         if t.numel()
     }
+
+
+def sabotage(model: Any) -> None:
+    """Make the post-processing of one layer fail, once, when other layers have been finished already."""
+    layer = model.model.layers[-1].self_attn.o_proj
+    method = layer.quant_method
+    process = method.process_weights_after_loading
+
+    def fail_once(shown: Any) -> None:
+        if shown is layer:
+            method.process_weights_after_loading = process
+            raise RuntimeError("sabotaged")
+        process(shown)
+
+    method.process_weights_after_loading = fail_once

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.vllm.children import Child, ChildError
@@ -88,10 +89,10 @@ def test_two_tensor_parallel_ranks_change_together(site: Site) -> None:
     assert said[STEPS] == answer_of_checkpoint(site, site.folder / f"step-{STEPS}", tp=2)
 
 
-WRONG = {
-    "another hidden size": {"changes": {"hidden_size": 192}},
-    "a missing layer": {"changes": {"num_hidden_layers": 1}},
-    "renamed experts": {"rename": {".experts.": ".specialists."}},
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "another hidden size": ({"changes": {"hidden_size": 192}}, ""),
+    "a missing layer": ({"changes": {"num_hidden_layers": 1}}, "coverage .* is under the floor"),
+    "renamed experts": ({"rename": {".experts.": ".specialists."}}, ""),
 }
 
 
@@ -100,12 +101,13 @@ def test_a_wrong_model_is_refused_and_the_engine_goes_on(site: Site) -> None:
     right = site.trainers("qwen3_moe", n=1)
     engine = site.engine(save_initial(site, right), refits=True)
     before = engine.ask("generate")
-    for number, (what, wrong) in enumerate(WRONG.items()):
+    for number, (what, (wrong, message)) in enumerate(WRONG.items()):
         trainers = site.trainers("qwen3_moe", n=1, model=f"wrong-{number}", **wrong)
         all_ask(trainers, "publish", step=1)
         engine.ask("init", info=site.info(model=f"wrong-{number}"))
-        with pytest.raises(ChildError):
+        with pytest.raises(ChildError, match=message) as caught:
             engine.ask("refit", info={"timeout_s": 30.0})
+        print(what, "->", str(caught.value)[:300])
         site.end(trainers[0])
         assert engine.ask("generate") == before, what
     engine.ask("init", info=site.info())
@@ -129,3 +131,24 @@ def test_the_trainer_side_drives_a_whole_update(site: Site) -> None:
         assert said[0] != before
     site.end(engine)
     assert said == answer_of_checkpoint(site, folder)
+
+
+@pytest.mark.timeout(600)
+def test_an_install_that_fails_leaves_the_kernel_tensors_in_place_and_is_mended(site: Site) -> None:
+    trainers = site.trainers("qwen3_moe", n=1)
+    engine = site.engine(save_initial(site, trainers), refits=True)
+    (before,) = engine.ask("weights")
+    engine.ask("init", info=site.info())
+    all_ask(trainers, "train", step=1)
+    all_ask(trainers, "publish", step=1)
+    all_ask(trainers, "save", folder=str(site.folder / "step-1"))
+    engine.ask("break_next_install")
+    with pytest.raises(ChildError, match="sabotaged"):
+        engine.ask("refit", info={"step": 1, "timeout_s": 60.0})
+    (torn,) = engine.ask("weights")
+    assert torn.keys() == before.keys(), "a layer was left in its load layout"
+    assert torn != before, "the install failed before it touched anything: not what this test is about"
+    engine.ask("refit", info={"step": 1, "timeout_s": 60.0})
+    mended = answer(engine)
+    site.end(engine)
+    assert mended == answer_of_checkpoint(site, site.folder / "step-1")
