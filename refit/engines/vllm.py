@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from reshard.planner.errors import require
+from reshard.planner.errors import ReshardError, require
 from reshard.refit.capture import record
 from reshard.refit.engine import Captured, EngineParameter
 from reshard.refit.engines.loader import Loader, captured_of
 from reshard.refit.engines.places import places_of, signature_of, torch_dtype
 from reshard.refit.engines.vllm_layout import LoadPlace, load_layout, load_places
-from reshard.refit.errors import RefitError
+from reshard.refit.errors import RefitError, UnsupportedLoaderError
 from reshard.refit.tensors import SourceTensor
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class VllmEngine:
         with load_layout(self.model):
             places = {name: p.current() for name, p in self._places.items()}
             recording = record(
-                self._loader,
+                self._named_failures,
                 [(s.name, torch_dtype(s.dtype), s.shape) for s in manifest],
                 [d for p in places.values() if p.dense for d in p.destinations()],
                 allow_unattributed=lambda name: any(fnmatchcase(name, pattern) for pattern in self._allow),
@@ -129,6 +129,26 @@ class VllmEngine:
             or by_loader.get(name, 0) == self._places[name].place.nbytes
         )
         return captured
+
+    def _named_failures(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load; a loader's own complaint (often a bare assertion) names the published tensor that it met."""
+        met = ""
+
+        def handed() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal met
+            for met, tensor in weights:  # noqa: UP028  (the name is kept)
+                yield met, tensor
+
+        try:
+            self._loader(handed())
+        except ReshardError:
+            raise
+        except Exception as error:
+            raise UnsupportedLoaderError(
+                f"{type(self.model).__name__}.load_weights does not take published tensor {met!r}: "
+                f"{type(error).__name__}: {error}",
+                source=met,
+            ) from error
 
     def read_live(self, name: str, into: U8) -> None:
         """Zeros, for declared padding and for what the loader writes whole; else refused.

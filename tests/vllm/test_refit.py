@@ -47,7 +47,7 @@ def answer_of_checkpoint(site: Site, folder: Path, tp: int = 1) -> Answer:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_tied", "llama", "mixtral", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_tied", "llama", "mixtral", "gemma3"])
 def test_tokens_after_each_refit_are_those_of_its_checkpoint(site: Site, family: str) -> None:
     trainers = site.trainers(family)
     engine = site.engine(save_initial(site, trainers), refits=True)
@@ -90,9 +90,9 @@ def test_two_tensor_parallel_ranks_change_together(site: Site) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "another hidden size": ({"changes": {"hidden_size": 192}}, ""),
-    "a missing layer": ({"changes": {"num_hidden_layers": 1}}, "coverage .* is under the floor"),
-    "renamed experts": ({"rename": {".experts.": ".specialists."}}, ""),
+    "another hidden size": ({"changes": {"hidden_size": 192}}, "does not take published tensor"),
+    "a missing layer": ({"changes": {"num_hidden_layers": 1}}, "under the floor"),
+    "renamed experts": ({"rename": {".experts.": ".specialists."}}, "does not take published tensor .*specialists"),
 }
 
 
