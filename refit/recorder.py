@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from reshard.planner.errors import require
 from reshard.refit.errors import UnattributedWriteError, UnsupportedLoaderError
-from reshard.refit.recording import PARAM, Destination, Recording, Write
+from reshard.refit.recording import PARAM, Destination, Recording, Write, storage_key
 from reshard.refit.trace import Origin, Piece, Storage, Strided, meta_of, origin_of, resolve, traced, traced_type
 
 if TYPE_CHECKING:
@@ -48,17 +48,33 @@ def recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractCont
     }
     escapes = {"_local_scalar_dense", "is_nonzero", "equal", "item", "nonzero", "allclose"}
 
-    def values(args: object, kwargs: object) -> list[torch.Tensor]:
-        return [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+    def values(args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
+        """Tensors among the arguments; an operation's argument is at most a list of them."""
+        out: list[torch.Tensor] = []
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor):
+                out.append(value)
+            elif isinstance(value, list | tuple):
+                out += [t for t in value if isinstance(t, torch.Tensor)]
+        return out
+
+    def on_each(change: Callable[[object], object], value: object) -> object:
+        return [change(v) for v in value] if isinstance(value, list | tuple) else change(value)
+
+    @cache
+    def written_arguments(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+        return tuple(
+            (i, argument.name)
+            for i, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
 
     def written(
         func: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> list[torch.Tensor]:
         out: list[torch.Tensor] = []
-        for i, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[i] if i < len(args) else kwargs.get(argument.name)
-                out += [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+        for i, name in written_arguments(func):
+            out += values((args[i] if i < len(args) else kwargs.get(name),), {})
         return out
 
     def is_view(func: torch._ops.OpOverload) -> bool:
@@ -83,9 +99,9 @@ def recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractCont
 
         def destination(self, tensor: torch.Tensor) -> tuple[Destination, Strided] | None:
             """The destination that holds ``tensor`` and the view of it that ``tensor`` is; None if it is elsewhere."""
-            if isinstance(tensor, made) or (tensor.device.type == "meta" and tensor.untyped_storage().data_ptr() == 0):
+            if isinstance(tensor, made):
                 return None
-            known = self.by_storage.get(tensor.untyped_storage().data_ptr())
+            known = self.by_storage.get(storage_key(tensor))
             if known is None or tensor.numel() == 0:
                 return None
             item = tensor.element_size()
@@ -115,7 +131,7 @@ def recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractCont
             if hit is not None:
                 return Origin(None, frozenset((PARAM + hit[0].name,)))
             if self.scratch_taint and tensor.layout == torch.strided:
-                taint = self.scratch_taint.get(tensor.untyped_storage().data_ptr())
+                taint = self.scratch_taint.get(storage_key(tensor))
                 if taint:
                     return Origin(None, taint)
             return None
@@ -210,7 +226,7 @@ def recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractCont
                     self.recording.mutated |= {n for n in origin_of(target).names if not n.startswith(PARAM)}
                     origin_of(target).taint |= inputs
                 else:
-                    pointer = target.untyped_storage().data_ptr()
+                    pointer = storage_key(target)
                     before = self.scratch_taint.get(pointer, frozenset())
                     self.scratch_taint[pointer] = before | inputs
                     self.scratch_owner.append(target)
@@ -236,7 +252,7 @@ def recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractCont
             if func is aten.copy_.default or (func is aten.fill_.Tensor and source is not None):
                 self.recording.n_copies += 1
                 if source is None and isinstance(value, torch.Tensor):
-                    element = self.uniform(value, target)
+                    element = self.uniform(value, target) if not value.is_meta else None
                     if element is not None:
                         self.recording.writes.append(Write(order, "constant", destination.name, view, value=element))
                         return
@@ -262,6 +278,8 @@ def recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractCont
         # -- making tensors
 
         def wrap(self, out: object, origin: Origin) -> object:
+            if isinstance(out, torch.Tensor):
+                return traced(out, Origin(origin.storage, origin.taint))
             return pytree.tree_map(
                 lambda t: traced(t, Origin(origin.storage, origin.taint)) if isinstance(t, torch.Tensor) else t, out
             )
@@ -314,10 +332,10 @@ def recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractCont
             return self.copied(out, parts)
 
         def meta_args(self, args: Sequence[object]) -> tuple[object, ...]:
-            return tuple(pytree.tree_map(self.meta, tuple(args)))
+            return tuple(on_each(self.meta, value) for value in args)
 
         def meta_kwargs(self, kwargs: Mapping[str, object]) -> dict[str, object]:
-            return {name: pytree.tree_map(self.meta, value) for name, value in kwargs.items()}
+            return {name: on_each(self.meta, value) for name, value in kwargs.items()}
 
         @staticmethod
         def meta(value: object) -> object:
@@ -340,7 +358,7 @@ def recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractCont
                 traced_one: torch.Tensor = value
                 return torch.empty((), dtype=traced_one.dtype).expand(traced_one.shape)
 
-            return tuple(pytree.tree_map(one, tuple(args)))
+            return tuple(on_each(one, value) for value in args)
 
         @staticmethod
         def on_meta(kwargs: Mapping[str, object]) -> dict[str, object]:

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from reshard.refit.trace import AlignedRead, Strided
 
-__all__ = ["PARAM", "Destination", "Recording", "Write"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["PARAM", "Destination", "Recording", "Write", "storage_key"]
 
 PARAM = "param:"
 """Prefix of a destination's name in a taint."""
 
 
+def storage_key(tensor: torch.Tensor) -> int:
+    """What tells a tensor's storage from all others alive: its address, or on the meta device the storage object's."""
+    storage = tensor.untyped_storage()
+    return int(storage.data_ptr() or storage._cdata)
+
+
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A parameter's place in memory: bytes ``[first_byte, first_byte + nbytes)`` of the storage at ``storage_ptr``."""
+    """A parameter's place in memory: bytes ``[first_byte, first_byte + nbytes)`` of the storage `storage_key` names."""
 
     name: str
     storage_ptr: int

@@ -102,6 +102,8 @@ def test_using_what_is_absent_names_its_extra(bare: Path, code: str, extra: str)
 
 
 def test_the_command_line_names_its_extra(bare: Path) -> None:
-    done = subprocess.run([str(bare.parent / "reshard"), "version"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [str(bare.parent / "reshard"), "version"], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode != 0
     assert "reshard[cli]" in done.stderr

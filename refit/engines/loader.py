@@ -36,7 +36,7 @@ Loader: TypeAlias = "Callable[[Iterable[tuple[str, torch.Tensor]]], object]"
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Loader", "LoaderEngine"]
+__all__ = ["Loader", "LoaderEngine", "captured_of"]
 
 U8 = npt.NDArray[np.uint8]
 
@@ -126,7 +126,7 @@ class LoaderEngine:
                 "matches what was captured"
             )
         self._shown = {s.name: s for s in manifest}
-        return _captured(recording, self._shown, {p.name: p for p in places})
+        return captured_of(recording, self._shown, {p.name: p for p in places})
 
     def read_live(self, name: str, into: U8) -> None:
         """Copy one parameter's bytes, in physical order."""
@@ -206,7 +206,7 @@ class LoaderEngine:
         return [(name, raw, self._shown[name]) for name, raw in sources.items()]
 
 
-def _captured(recording: Recording, sources: Mapping[str, SourceTensor], places: Mapping[str, Place]) -> Captured:
+def captured_of(recording: Recording, sources: Mapping[str, SourceTensor], places: Mapping[str, Place]) -> Captured:
     """Requests for what was written, by program order."""
     staged, by_loader = recording.materialised()
     numbers: dict[str, int] = {}

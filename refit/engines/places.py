@@ -20,12 +20,12 @@ from reshard.planner import Buffer
 from reshard.planner.dtypes import BY_LABEL
 from reshard.planner.errors import require
 from reshard.refit.errors import RefitError
-from reshard.refit.recording import Destination
+from reshard.refit.recording import Destination, storage_key
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Place", "label_of", "places_of", "signature_of", "torch_dtype"]
+__all__ = ["Place", "label_of", "physical_order", "places_of", "signature_of", "torch_dtype"]
 
 U8 = npt.NDArray[np.uint8]
 
@@ -74,6 +74,11 @@ class Place:
     dense: bool
     order: tuple[int, ...]
 
+    @classmethod
+    def made(cls, names: Sequence[str], tensors: tuple[torch.Tensor, ...], order: tuple[int, ...]) -> Place:
+        """The place of some tensors that show one piece of memory under some names."""
+        return cls(names[0], tuple(names[1:]), tensors, _is_dense(tensors[0], order), order)
+
     @property
     def tensor(self) -> torch.Tensor:
         """The first of its tensors."""
@@ -97,7 +102,15 @@ class Place:
         """What capture recognises it by."""
         t = self.tensor
         item = t.element_size()
-        return Destination(self.name, t.untyped_storage().data_ptr(), int(t.storage_offset()) * item, self.nbytes, item)
+        return Destination(self.name, storage_key(t), int(t.storage_offset()) * item, self.nbytes, item)
+
+    def destinations(self) -> list[Destination]:
+        """`destination` of each of its tensors, for a place whose tensors lie in storages of their own (meta)."""
+        item = self.tensor.element_size()
+        return [
+            Destination(self.name, key, first, self.nbytes, item)
+            for key, first in dict.fromkeys((storage_key(t), int(t.storage_offset()) * item) for t in self.tensors)
+        ]
 
     def view_of(self, raw: U8, like: torch.Tensor | None = None) -> torch.Tensor:
         """``raw`` (its destination buffer's bytes) shown with the shape and strides of one of its tensors."""
@@ -130,12 +143,11 @@ def places_of(model: torch.nn.Module) -> list[Place]:
     made = []
     for key, found in names.items():
         first = tensors[key][0]
-        order = _physical_order(first)
-        made.append(Place(found[0], tuple(found[1:]), tuple(tensors[key]), _is_dense(first, order), order))
+        made.append(Place.made(found, tuple(tensors[key]), physical_order(first)))
     return made
 
 
-def _physical_order(tensor: torch.Tensor) -> tuple[int, ...]:
+def physical_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """Dims by falling stride, those of one element first."""
     keys = [
         (-float(s) if n > 1 else -math.inf, d)

@@ -1,0 +1,246 @@
+"""vLLM's plug-in: the weight transfer back end named ``reshard``, on the inference side.
+
+1. `register` is the ``vllm.general_plugins`` entry point: it tells vLLM's factories where to find the classes, and
+   imports nothing.
+2. The class that vLLM looks up, ``ReshardWeightTransferEngine``, is made on first use, since it derives from vLLM's
+   (``worker_engine_type``).
+3. Its ``init_transfer_engine`` joins the rendezvous, ``receive_weights`` is a whole refit (read, verify, agree,
+   install), and ``start_weight_update`` and ``finish_weight_update`` do nothing: a failed refit leaves no update open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from reshard.planner.errors import require
+from reshard.refit.errors import RefitError
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+
+    from reshard.refit.receiver import Receiver
+    from reshard.rendezvous import Rendezvous
+    from reshard.transports import Transport
+
+    ReshardWeightTransferEngine: type[WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]]
+
+__all__ = ["ReshardInitInfo", "ReshardUpdateInfo", "group_of", "register", "worker_engine_type"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardInitInfo:
+    """What ``init_weight_transfer_engine`` is given, as a dict with these keys.
+
+    Attributes
+    ----------
+    rendezvous
+        ``host:port`` of the rendezvous service.
+    model
+        The model's name there; the trainer's.
+    group
+        This engine's name; engines that serve side by side have different ones.
+    transport
+        As in `reshard.transports.open_transport`.
+    token
+        Bearer token of the service; empty for none.
+    tls
+        Paths for `reshard.rendezvous.TLSFiles` (``ca``, ``cert``, ``key``); None connects without TLS.
+    verify, require_verified, allow_unconsumed, allow_unattributed
+        As in `reshard.refit.receiver.Receiver` and `reshard.refit.engines.vllm.VllmEngine`.
+    require_full_coverage, coverage_floor
+        The coverage gate, which is on unless it is turned off here.
+    """
+
+    rendezvous: str
+    model: str
+    group: str = "vllm"
+    transport: str = "auto"
+    token: str = ""
+    tls: dict[str, str] | None = None
+    verify: str = "full"
+    require_verified: bool = False
+    require_full_coverage: bool = True
+    coverage_floor: float | None = None
+    allow_unconsumed: Sequence[str] = ()
+    allow_unattributed: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.verify not in ("off", "sample", "full"):
+            raise ValueError(f"verify={self.verify!r}: expected 'off', 'sample' or 'full'")
+        for name in ("rendezvous", "model", "group"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty")
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardUpdateInfo:
+    """What ``update_weights`` is given, as a dict with these keys.
+
+    Attributes
+    ----------
+    step
+        The step to take; None takes the latest version.
+    epoch
+        With ``step``: the epoch; None means the present one.
+    timeout_s
+        For the whole refit.
+    """
+
+    step: int | None = None
+    epoch: int | None = None
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.epoch is not None and self.step is None:
+            raise ValueError(f"epoch={self.epoch} without a step")
+
+
+def register() -> None:
+    """Make the back end ``reshard`` known to vLLM. May be called any number of times in a process."""
+    require("vllm", extra="vllm")
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
+
+    places = (
+        (WeightTransferEngineFactory, __name__, "ReshardWeightTransferEngine"),
+        (WeightTransferTrainerFactory, "reshard.refit.engines.vllm_trainer", "ReshardTrainerWeightTransferEngine"),
+    )
+    for factory, module, name in places:
+        if "reshard" not in factory._registry:
+            factory.register_engine("reshard", module, name)
+
+
+def group_of(name: str, parallel: ParallelConfig) -> tuple[str, tuple[str, ...], str]:
+    """The group of workers that change together, its members, and which of them this worker is.
+
+    All workers of an engine are one group, data-parallel replicas of an expert-parallel model included: vLLM's own
+    ``update_weights`` reaches them all. Replicas of a dense model are engines of their own to vLLM, and groups here.
+    """
+    n_replicas, world = int(parallel.data_parallel_size), int(parallel.world_size)
+    replica, rank = int(parallel.data_parallel_index), int(parallel.rank)
+    if n_replicas == 1:
+        group = f"{name}/dp{replica}" if replica else name
+        members = tuple(f"{group}/rank{r}" for r in range(world))
+        return group, members, members[rank]
+    members = tuple(f"{name}/dp{d}/rank{r}" for d in range(n_replicas) for r in range(world))
+    return name, members, members[replica * world + rank]
+
+
+@cache
+def worker_engine_type() -> type[WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]]:
+    """The class that vLLM makes in each worker (built here, since it derives from vLLM's)."""
+    require("vllm", extra="vllm")
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+
+    from reshard.refit.engines.vllm import VllmEngine
+    from reshard.refit.receiver import Receiver
+    from reshard.rendezvous import Rendezvous
+    from reshard.rendezvous.types import VersionKey
+    from reshard.transports import open_transport
+
+    base = WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]
+
+    class ReshardWeightTransferEngine(base):  # type: ignore[misc, valid-type]
+        """One worker's receiver."""
+
+        init_info_cls = ReshardInitInfo
+        update_info_cls = ReshardUpdateInfo
+        supports_draft_weight_update = False
+
+        def __init__(
+            self,
+            config: WeightTransferConfig,
+            vllm_config: VllmConfig,
+            device: torch.device,
+            model: torch.nn.Module,
+        ) -> None:
+            super().__init__(config, vllm_config, device, model)
+            if self.parallel_config.enable_eplb:
+                raise RefitError(
+                    "enable_eplb: vLLM moves experts between ranks while it serves, so what a refit planned would "
+                    "land in other experts' places; turn it off, or use another weight transfer back end"
+                )
+            self._rendezvous: Rendezvous | None = None
+            self._transport: Transport | None = None
+            self._receiver: Receiver | None = None
+
+        def init_transfer_engine(self, init_info: ReshardInitInfo) -> None:
+            """Connect to the rendezvous; a second call leaves the first one's connection."""
+            self.shutdown()
+            group, members, member = group_of(init_info.group, self.parallel_config)
+            try:
+                self._rendezvous = _connect(init_info)
+                self._transport = open_transport(init_info.transport)
+                engine = VllmEngine(
+                    self.model,
+                    model_config=self.model_config,
+                    device=self.device,
+                    allow_unattributed=init_info.allow_unattributed,
+                )
+                self._receiver = Receiver(
+                    self._transport,
+                    self._rendezvous,
+                    engine,
+                    model=init_info.model,
+                    group=group,
+                    members=members,
+                    member=member,
+                    require_full_coverage=init_info.require_full_coverage,
+                    coverage_floor=init_info.coverage_floor,
+                    allow_unconsumed=init_info.allow_unconsumed,
+                    verify=init_info.verify,  # type: ignore[arg-type]
+                    require_verified=init_info.require_verified,
+                )
+            except BaseException:
+                self.shutdown()
+                raise
+
+        def start_weight_update(self) -> None:
+            """Nothing: the weights that serve stay until the group has decided."""
+
+        def receive_weights(self, update_info: ReshardUpdateInfo) -> None:
+            """Take a version, together with all workers of the engine."""
+            receiver = self._receiver
+            if receiver is None:
+                raise RefitError("update_weights before init_weight_transfer_engine")
+            if update_info.step is None:
+                receiver.refit("latest", timeout_s=update_info.timeout_s)
+            elif update_info.epoch is None:
+                receiver.refit(update_info.step, timeout_s=update_info.timeout_s)
+            else:
+                version = VersionKey(receiver.model, update_info.epoch, update_info.step)
+                receiver.refit(version, timeout_s=update_info.timeout_s)
+
+        def finish_weight_update(self) -> None:
+            """Refuse to go on where this rank may not serve."""
+            if self._receiver is not None and self._receiver.state in ("in_doubt", "quarantined"):
+                self._receiver.check_serving()
+
+        def shutdown(self) -> None:
+            """Leave the rendezvous and free buffers and connections. Idempotent."""
+            receiver, self._receiver = self._receiver, None
+            transport, self._transport = self._transport, None
+            rendezvous, self._rendezvous = self._rendezvous, None
+            for opened in (receiver, transport, rendezvous):
+                if opened is not None:
+                    opened.close()
+
+    def _connect(info: ReshardInitInfo) -> Rendezvous:
+        from reshard.rendezvous import TLSFiles
+
+        tls = TLSFiles(**info.tls) if info.tls is not None else None
+        return Rendezvous.connect(info.rendezvous, token=info.token or None, tls=tls)
+
+    return ReshardWeightTransferEngine
+
+
+def __getattr__(name: str) -> Any:
+    """What vLLM's factory asks this module for."""
+    if name == "ReshardWeightTransferEngine":
+        return worker_engine_type()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,113 @@
+"""A vLLM engine under test, driven through its own public calls."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.children import answer
+from tests.vllm.models import N_NEW_TOKENS, PROMPTS, digests, sabotage
+
+
+class Engine:
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from vllm import LLM
+        from vllm.config import WeightTransferConfig
+
+        backend = WeightTransferConfig(backend="reshard") if arguments.get("refits") else None
+        self.checkpoint = arguments["checkpoint"]
+        self.llm = LLM(
+            model=arguments["checkpoint"],
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            dtype="bfloat16",
+            max_model_len=64,
+            max_num_seqs=8,
+            weight_transfer_config=backend,
+            **arguments.get("llm", {}),
+        )
+
+    def init(self, info: dict[str, Any]) -> None:
+        self.llm.init_weight_transfer_engine({"init_info": info})
+
+    def refit(self, info: dict[str, Any]) -> None:
+        self.llm.start_weight_update()
+        self.llm.update_weights({"update_info": info})
+        self.llm.finish_weight_update()
+
+    def send(self, source: str, info: dict[str, Any]) -> None:
+        """Train beside the engine, in this process, and send the weights by vLLM's own trainer-side interface."""
+        import torch
+        import transformers
+        from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
+
+        from reshard.refit.engines.vllm_trainer import ReshardTrainerInitInfo, checkpoint_source
+
+        config = transformers.AutoConfig.from_pretrained(self.checkpoint)
+        torch.manual_seed(11)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(info.pop("folder"))
+        made = WeightTransferTrainerFactory.trainer_init(
+            ReshardTrainerInitInfo(rank=0, world_size=1, timeout_s=60.0, **info),
+            client=LocalClient(self.llm),
+            source=checkpoint_source(model) if source == "checkpoint" else ModuleSource(model),
+        )
+        made.send_weights()
+        made.send_weights()
+        made.shutdown()
+
+    def weights(self) -> list[dict[str, str]]:
+        """A digest of each parameter and buffer that serves, in its kernel's layout, rank by rank."""
+        found: list[dict[str, str]] = self.llm.apply_model(digests)
+        return found
+
+    def break_next_install(self) -> None:
+        self.llm.apply_model(sabotage)
+
+    def generate(self) -> list[list[int]]:
+        from vllm import SamplingParams
+
+        self.llm.reset_prefix_cache()
+        sampling = SamplingParams(temperature=0.0, max_tokens=N_NEW_TOKENS, ignore_eos=True, detokenize=False)
+        prompts = [{"prompt_token_ids": list(p)} for p in PROMPTS]
+        return [list(o.outputs[0].token_ids) for o in self.llm.generate(prompts, sampling, use_tqdm=False)]
+
+
+class LocalClient:
+    """vLLM's ``VLLMWeightSyncClient`` over an `LLM` of this process."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self.llm.start_weight_update()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.llm.finish_weight_update(weight_version)
+
+
+def main() -> None:
+    engine = Engine(json.loads(Path(sys.argv[2]).read_text()))
+    answer(
+        sys.argv[1],
+        {
+            "init": engine.init,
+            "refit": engine.refit,
+            "generate": engine.generate,
+            "send": engine.send,
+            "weights": engine.weights,
+            "break_next_install": engine.break_next_install,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

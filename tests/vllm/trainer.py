@@ -1,0 +1,98 @@
+"""A trainer rank under test: transformers, FSDP2 over gloo, AdamW; it publishes bfloat16 and saves checkpoints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from tests.vllm.children import answer
+from tests.vllm.models import VOCABULARY, config_of
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from reshard.refit.adapters.torch_dtensor import local_tensors
+from reshard.refit.adapters.transformers_names import CheckpointNames
+from reshard.refit.publisher import Publisher
+from reshard.rendezvous import Rendezvous
+from reshard.transports import open_transport
+
+
+class Trainer:
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        torch.set_num_threads(1)
+        self.rank, self.n = arguments["rank"], arguments["n"]
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(arguments["store"], self.n), rank=self.rank, world_size=self.n
+        )
+        torch.manual_seed(arguments["seed"])
+        self.config = config_of(arguments["family"], **arguments.get("changes", {}))
+        self.model = transformers.AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
+        mesh = init_device_mesh("cpu", (self.n,))
+        body = self.model.model if hasattr(self.model, "model") else self.model.backbone
+        for layer in body.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.names = CheckpointNames.of_model(self.model)
+        self.rename = arguments.get("rename", {})
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.service = Rendezvous.connect(arguments["rendezvous"])
+        self.wire = open_transport(arguments["transport"])
+        slots = [f"trainer-{r}" for r in range(self.n)]
+        self.publisher = Publisher(
+            self.wire,
+            self.service,
+            model=arguments["model"],
+            slot=slots[self.rank],
+            slots=slots,
+            wire_dtype="bfloat16",
+        )
+        self.epoch = self.publisher.open_epoch(arguments["store"])
+
+    def publish(self, step: int) -> None:
+        held = []
+        for tensor in self.names.apply(local_tensors(self.model)):
+            name = tensor.name
+            for old, new in self.rename.items():
+                name = name.replace(old, new)
+            held.append(tensor if name == tensor.name else _renamed(tensor, name))
+        self.publisher.publish(epoch=self.epoch, step=step, tensors=held, empty=not held, timeout_s=60)
+
+    def train(self, step: int) -> float:
+        generator = torch.Generator().manual_seed(100 * step + self.rank)
+        tokens = torch.randint(0, VOCABULARY, (2, 24), generator=generator)
+        loss = self.model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss)
+
+    def save(self, folder: str) -> None:
+        full = {n: p.full_tensor().detach().to(torch.bfloat16) for n, p in self.model.named_parameters()}
+        if self.rank == 0:
+            saved = transformers.AutoModelForCausalLM.from_config(self.config, dtype=torch.bfloat16)
+            saved.load_state_dict(full, strict=False, assign=True)
+            saved.tie_weights()
+            saved.save_pretrained(folder)
+
+    def close(self) -> None:
+        self.publisher.close()
+        self.wire.close()
+        self.service.close()
+        dist.destroy_process_group()
+
+
+def _renamed(tensor: Any, name: str) -> Any:
+    from dataclasses import replace
+
+    return replace(tensor, name=name)
+
+
+if __name__ == "__main__":
+    trainer = Trainer(json.loads(Path(sys.argv[2]).read_text()))
+    answer(sys.argv[1], {"publish": trainer.publish, "train": trainer.train, "save": trainer.save})
+    trainer.close()
