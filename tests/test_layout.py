@@ -1,4 +1,4 @@
-"""The house rules that a machine can check: import direction, what imports on numpy alone, and the face of the package."""
+"""The house rules that a machine can check: import direction, what imports on numpy alone, the package's face."""
 
 from __future__ import annotations
 
@@ -98,7 +98,10 @@ def test_importing_the_face_loads_numpy_at_most() -> None:
 
 
 def test_public_names_resolve() -> None:
-    code = "import reshard\nfor name in reshard.__all__: getattr(reshard, name)\nfrom reshard import Publisher, Receiver, plan\nassert callable(plan)"
+    code = (
+        "import reshard\nfor name in reshard.__all__: getattr(reshard, name)\n"
+        "from reshard import Publisher, Receiver, plan\nassert callable(plan)"
+    )
     done = run_python(NUMPY_ALONE.replace("for name in sys.argv[1:]:", code + "\nfor name in []:"))
     assert done.returncode == 0, done.stderr
 
