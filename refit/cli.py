@@ -195,6 +195,7 @@ def _serve(options: ServeOptions) -> None:
 
 def _ps(address: str, token: str | None, tls: TLSFiles | None, *, as_json: bool, timeout_s: float) -> None:
     from reshard.rendezvous import Rendezvous
+    from reshard.rendezvous.codec import to_plain
 
     client = Rendezvous.connect(address, token=token, tls=tls)
     try:
@@ -202,7 +203,7 @@ def _ps(address: str, token: str | None, tls: TLSFiles | None, *, as_json: bool,
     finally:
         client.close()
     if as_json:
-        print(json.dumps(dataclasses.asdict(description), default=str, indent=2))
+        print(json.dumps(to_plain(description), indent=2))
         return
     print(f"rendezvous {address}: store {description.store}, server {description.server_id}")
     for what in ("workers", "versions", "leases", "transactions", "groups"):

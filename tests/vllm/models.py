@@ -78,29 +78,6 @@ def config_of(family: str, **changes: Any) -> Any:
             pad_token_id=0,
             **changes,
         )
-    elif family == "deepseek_v3":
-        kind, own = (
-            transformers.DeepseekV3Config,
-            {
-                "intermediate_size": 256,
-                "moe_intermediate_size": 64,
-                "n_routed_experts": 4,
-                "num_experts_per_tok": 2,
-                "n_shared_experts": 1,
-                "n_group": 1,
-                "topk_method": "noaux_tc",
-                "topk_group": 1,
-                "first_k_dense_replace": 1,
-                "kv_lora_rank": 512,
-                "q_lora_rank": 64,
-                "qk_nope_head_dim": 32,
-                "qk_rope_head_dim": 64,
-                "v_head_dim": 32,
-                "num_key_value_heads": 4,
-                "tie_word_embeddings": False,
-            },
-        )
-        settings = {k: v for k, v in settings.items() if k != "num_key_value_heads"}
     else:
         raise ValueError(family)
     return kind(**(own | settings))
