@@ -81,7 +81,7 @@ $(VENV)-bench/.ready: pyproject.toml
 	@touch $@
 
 .PHONY: bench-planner
-bench-planner: $(VENV)-bench/.ready ## the planner beside its ancestor, into benchmarks/RESULTS.md (an hour; BENCH_ARGS="--ancestor-reps 1" for less)
+bench-planner: $(VENV)-bench/.ready ## the planner beside its ancestor, into benchmarks/RESULTS.md (4 minutes; BENCH_ARGS="--ancestor-reps 5": 9)
 	$(VENV)-bench/bin/python -m benchmarks.planner $(BENCH_ARGS)
 
 .PHONY: faults
@@ -103,7 +103,7 @@ bench-transports: $(VENV)/.test ## transports beside bare NIXL calls, numpy.copy
 
 .PHONY: bench-rendezvous
 bench-rendezvous: $(VENV)/.test ## table sizes and times beside the ancestor's own functions; a step with 256 workers
-	$(BIN)/python -m benchmarks.rendezvous $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks.rendezvous --results benchmarks/RESULTS.md $(BENCH_ARGS)
 
 .PHONY: lint
 lint: $(VENV)/.dev ## ruff: lint and format

@@ -25,6 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -168,32 +169,54 @@ def _median(call: Callable[[], object], reps: int) -> float:
     return statistics.median(times)
 
 
-def measure(mib: int, transport: str, reps: int, log: Callable[[str], None]) -> dict[str, object]:
-    """Everything, as numbers."""
+@dataclass(slots=True)
+class Measured:
+    """Everything, as numbers: seconds by stage, medians over ``reps`` where there are several."""
+
+    mib: int
+    transport: str
+    reps: int
+    wire_bytes: int = 0
+    descriptors: int = 0
+    memcpy_s: float = 0.0
+    bare_transport_s: float = 0.0
+    publish_cold_s: dict[str, float] = field(default_factory=dict)
+    publish_warm_s: dict[str, float] = field(default_factory=dict)
+    cold_s: dict[str, float] = field(default_factory=dict)
+    warm_s: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By verification mode, then stage."""
+    read_verify_vote_s: dict[str, float] = field(default_factory=dict)
+    warm_was_cold: bool = False
+    ancestor: dict[str, float] | str = ""
+    broadcast_s: float | str = ""
+
+
+def measure(mib: int, transport: str, reps: int, log: Callable[[str], None]) -> Measured:
+    """Run everything once, warm refits and the bare transport ``reps`` times."""
     from reshard.refit import ArrayEngine, Receiver
     from reshard.transports import read
 
     bench = Bench(mib, transport, reps)
-    out: dict[str, object] = {"mib": mib, "transport": transport, "reps": reps}
+    out = Measured(mib, transport, reps)
     try:
         engine = ArrayEngine({name: np.zeros(shape, np.float32) for name, shape in shapes(mib).items()})
-        out["publish_cold_s"] = bench.publish()
+        out.publish_cold_s = bench.publish()
         receiver = Receiver(
             bench.transport, bench.rendezvous, engine, model="bench", group="g", members=["r"], member="r"
         )
         cold = receiver.refit(bench.step, timeout_s=TIMEOUT_S)
-        out["bytes"] = cold.wire_bytes
-        out["cold_stages_s"] = dict(cold.stages)
-        out["descriptors"] = cold.n_descriptors
+        out.wire_bytes = cold.wire_bytes
+        out.cold_s = dict(cold.stages)
+        out.descriptors = cold.n_descriptors
         log(f"cold: {cold}")
         nbytes = cold.wire_bytes
-        out["memcpy_s"] = memcpy_s(nbytes, reps)
+        out.memcpy_s = memcpy_s(nbytes, reps)
         modes: dict[str, dict[str, list[float]]] = {}
         # Modes and the bare transport alternate, so that drift of the machine meets all of them alike.
         bare: list[float] = []
         for rep in range(reps + 1):
             for mode in ("off", "sample", "full"):
-                out["publish_warm_s"] = bench.publish()
+                out.publish_warm_s = bench.publish()
                 receiver.verify = mode
                 report = receiver.refit(bench.step, timeout_s=TIMEOUT_S)
                 if rep:
@@ -201,26 +224,25 @@ def measure(mib: int, transport: str, reps: int, log: Callable[[str], None]) -> 
                     for stage, seconds in report.stages.items():
                         kept.setdefault(stage, []).append(seconds)
                     if report.cold or report.new_registrations:
-                        out["warm_was_cold"] = True
+                        out.warm_was_cold = True
             lists = [p for b in list(receiver.reader._bindings.values())[-1:] for wave in b.waves for p in wave]
             since = time.perf_counter()
             read(bench.transport, lists, timeout_s=TIMEOUT_S)
             if rep:
                 bare.append(time.perf_counter() - since)
-        out["bare_transport_s"] = statistics.median(bare)
+        out.bare_transport_s = statistics.median(bare)
         for mode, stages in modes.items():
-            middle = {stage: statistics.median(times) for stage, times in stages.items()}
-            out[f"warm_{mode}_s"] = middle
+            out.warm_s[mode] = {stage: statistics.median(times) for stage, times in stages.items()}
             spent = [
                 sum(stages[s][i] for s in ("read", "verify", "release", "vote") if s in stages) for i in range(reps)
             ]
-            out[f"read_verify_vote_{mode}_s"] = statistics.median(spent)
-        log(f"warm: { ({k: v for k, v in out.items() if k.startswith('read_verify')}) }")
+            out.read_verify_vote_s[mode] = statistics.median(spent)
+        log(f"warm, read + verify + vote, s: {out.read_verify_vote_s}")
         receiver.close()
     finally:
         bench.close()
-    out["ancestor"] = ancestor(mib, reps)
-    out["broadcast_s"] = broadcast(mib, reps)
+    out.ancestor = ancestor(mib, reps)
+    out.broadcast_s = broadcast(mib, reps)
     return out
 
 
@@ -263,7 +285,10 @@ def broadcast(mib: int, reps: int) -> float | str:
     for w in workers:
         w.start()
     try:
-        return statistics.median(_hear(pairs[1][0]))  # type: ignore[arg-type, type-var]
+        times = _hear(pairs[1][0])
+        if not isinstance(times, list):
+            raise TypeError(f"the broadcast's receiver said {times!r}, expected its times")
+        return statistics.median(times)
     finally:
         for w in workers:
             w.join(10)
@@ -271,19 +296,17 @@ def broadcast(mib: int, reps: int) -> float | str:
                 w.kill()
 
 
-def sections(out: dict[str, object]) -> list[Section]:
+def sections(out: Measured) -> list[Section]:
     """The results as text."""
-    nbytes = int(out["bytes"])  # type: ignore[call-overload]
-    bare, memcpy = float(out["bare_transport_s"]), float(out["memcpy_s"])  # type: ignore[arg-type]
-    speed = Section(f"Warm refit of {nbytes / 1e9:.2f} GB over `{out['transport']}`, one receiver, two trainers")
+    nbytes, bare, memcpy = out.wire_bytes, out.bare_transport_s, out.memcpy_s
+    speed = Section(f"Warm refit of {nbytes / 1e9:.2f} GB over `{out.transport}`, one receiver, two trainers")
     speed.text(
         f"Bare transport (the refit's own lists, read alone): {fmt(bare * 1e3)} ms, {fmt(nbytes / bare / 1e9)} GB/s. "
-        f"One memcpy pass over the bytes: {fmt(memcpy * 1e3)} ms. Medians of {out['reps']}."
+        f"One memcpy pass over the bytes: {fmt(memcpy * 1e3)} ms. Medians of {out.reps}."
     )
     rows = []
     for mode in ("off", "sample", "full"):
-        stages: dict[str, float] = out[f"warm_{mode}_s"]  # type: ignore[assignment]
-        total = float(out[f"read_verify_vote_{mode}_s"])  # type: ignore[arg-type]
+        stages, total = out.warm_s[mode], out.read_verify_vote_s[mode]
         rows.append(
             [
                 mode,
@@ -308,21 +331,19 @@ def sections(out: dict[str, object]) -> list[Section]:
         ],
         rows,
     )
-    off: dict[str, float] = out["warm_off_s"]  # type: ignore[assignment]
+    off = out.warm_s["off"]
     speed.text(
         f"Discover + vote: {fmt((off.get('discover', 0) + off.get('vote', 0)) * 1e3)} ms. Warm refits that "
         "planned or registered "
-        f"anything: {'some' if out.get('warm_was_cold') else 'none'}."
+        f"anything: {'some' if out.warm_was_cold else 'none'}."
     )
     cold = Section("Cold refit by stage, and publishing")
-    stages = out["cold_stages_s"]  # type: ignore[assignment]
-    cold.table(["stage", "ms"], [[s, fmt(v * 1e3)] for s, v in stages.items()])
-    warm: dict[str, float] = out["publish_warm_s"]  # type: ignore[assignment]
-    cold.table(["publish, warm", "ms"], [[s, fmt(v * 1e3)] for s, v in warm.items()])
+    cold.table(["stage", "ms"], [[s, fmt(v * 1e3)] for s, v in out.cold_s.items()])
+    cold.table(["publish, warm", "ms"], [[s, fmt(v * 1e3)] for s, v in out.publish_warm_s.items()])
     beside = Section("Beside it, in the same run")
-    theirs = out["ancestor"]
+    theirs = out.ancestor
     if isinstance(theirs, dict):
-        ours = sum(stages.get(s, 0.0) for s in ("capture", "plan", "certify"))
+        ours = sum(out.cold_s.get(s, 0.0) for s in ("capture", "plan", "certify"))
         beside.text(
             "ModelExpress 0.7.0 on the same tables, at each refit: "
             + ", ".join(f"{k.removesuffix('_s')} {fmt(v * 1e3)} ms" for k, v in theirs.items())
@@ -330,7 +351,7 @@ def sections(out: dict[str, object]) -> list[Section]:
         )
     else:
         beside.text(f"ModelExpress: {theirs}.")
-    sliced = out["broadcast_s"]
+    sliced = out.broadcast_s
     beside.text(
         f"torch.distributed broadcast (gloo) of all {nbytes / 1e9:.2f} GB to one receiver that keeps half the rows: "
         + (f"{fmt(sliced * 1e3)} ms." if isinstance(sliced, float) else f"{sliced}.")
@@ -354,7 +375,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, NumPy {np.__version__}."
     )
     if options.json is not None:
-        options.json.write_text(json.dumps(out, indent=1))
+        options.json.write_text(json.dumps(asdict(out), indent=1))
     if options.results is not None:
         write_section(
             options.results, f"refit-{options.transport}", f"Refit over {options.transport}", machine, sections(out)

@@ -20,6 +20,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from reshard.refit.receiver import Receiver
 
 TIMEOUT_S = 60.0
 N_TRAINERS = 2
@@ -124,9 +128,9 @@ class Soak:
             publisher.publish(epoch=0, step=step, tensors=mine, timeout_s=TIMEOUT_S)
         errors: list[Exception] = []
 
-        def one(receiver: object) -> None:
+        def one(receiver: Receiver) -> None:
             try:
-                report = receiver.refit(step, timeout_s=TIMEOUT_S)  # type: ignore[attr-defined]
+                report = receiver.refit(step, timeout_s=TIMEOUT_S)
                 if report.cold != (step == 0) or (step and report.new_registrations):
                     raise AssertionError(f"step {step}: a warm refit planned or registered: {report}")
             except (ReshardError, AssertionError) as error:
@@ -137,6 +141,8 @@ class Soak:
             t.start()
         for t in threads:
             t.join(2 * TIMEOUT_S)
+        if any(t.is_alive() for t in threads):
+            raise AssertionError(f"step {step}: a refit has not come back {2 * TIMEOUT_S} s after it began")
         if errors:
             raise errors[0]
         published = [(t.name, t.data.detach().to(self.kept(t.name))) for t in held]  # type: ignore[union-attr]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import mul
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -155,12 +156,9 @@ class Economics:
 
 def _dot(a: Int64, b: Int64) -> int:
     """Sum of products as a Python integer, exact past 2**63."""
-    low, high = a & 0xFFFFFFFF, a >> 32
-    if len(a) == 0:
-        return 0
     if float(a.max(initial=0)) * float(b.max(initial=0)) * len(a) < 2.0**62:
         return int((a * b).sum())
-    return sum(int(x) * int(y) for x, y in zip((low + (high << 32)).tolist(), b.tolist(), strict=True))
+    return sum(map(mul, a.tolist(), b.tolist()))  # templates, not blocks
 
 
 def loader_bytes(demand: Demand) -> Int64:

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
@@ -237,9 +238,10 @@ def trainer_engine_type() -> type[TrainerWeightTransferEngine[Any]]:
             publisher, self._publisher = self._publisher, None
             transport, self._transport = self._transport, None
             rendezvous, self._rendezvous = self._rendezvous, None
-            for opened in (publisher, transport, rendezvous):
-                if opened is not None:
-                    opened.close()
+            with ExitStack() as stack:  # the publisher first, and all of them even if one fails
+                for opened in (rendezvous, transport, publisher):
+                    if opened is not None:
+                        stack.callback(opened.close)
 
     return ReshardTrainerWeightTransferEngine
 

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -226,9 +227,10 @@ def worker_engine_type() -> type[WeightTransferEngine[ReshardInitInfo, ReshardUp
             receiver, self._receiver = self._receiver, None
             transport, self._transport = self._transport, None
             rendezvous, self._rendezvous = self._rendezvous, None
-            for opened in (receiver, transport, rendezvous):
-                if opened is not None:
-                    opened.close()
+            with ExitStack() as stack:  # the receiver first, and all of them even if one fails
+                for opened in (rendezvous, transport, receiver):
+                    if opened is not None:
+                        stack.callback(opened.close)
 
     def _connect(info: ReshardInitInfo) -> Rendezvous:
         from reshard.rendezvous import TLSFiles
