@@ -1,26 +1,28 @@
-"""One version's addresses made into prepared lists: data by wave, headers before and after, digests beside.
+"""One version's addresses made into prepared lists: data by batch, headers before and after, digests beside.
 
 Regions that a version names must have the sizes that its table gave: a plan was checked against the table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from reshard.refit.batches import Portion, complete_with, n_batches, split_wave
 from reshard.refit.errors import RefitError
 
 if TYPE_CHECKING:
     from reshard.planner import Plan
+    from reshard.refit.checks import Checks
     from reshard.refit.links import Links
     from reshard.rendezvous.types import SlotRecord
     from reshard.transports.base import Prepared, Transport
 
-__all__ = ["Bound", "bind_version"]
+__all__ = ["Batch", "Bound", "bind_version"]
 
 U8 = npt.NDArray[np.uint8]
 U64 = npt.NDArray[np.uint64]
@@ -28,17 +30,48 @@ Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
-class Bound:
-    """Prepared lists for one version's bases and one shadow arena."""
+class Batch:
+    """Lists that are posted together: a wave, or the share of it that is read before the next share.
 
-    waves: list[list[Prepared]]
+    ``ends_wave``: with it the wave has landed.
+    """
+
+    wave: int
+    ends_wave: bool
+    lists: list[Prepared]
+
+
+@dataclass(slots=True)
+class Bound:
+    """Prepared lists for one version's bases and one shadow arena.
+
+    Attributes
+    ----------
+    batches
+        The data, in the order in which it is read; at least one for each wave.
+    before, after
+        Headers.
+    beside
+        Digests, read with the first batch.
+    complete_with : int64[n_checks] or None
+        The batch with which each of the plan's checks can be made; None where nothing is verified on the way.
+    """
+
+    batches: list[Batch]
     before: list[Prepared]
     beside: list[Prepared]
     after: list[Prepared]
+    complete_with: Int64 | None = None
+
+    def lists(self) -> Iterator[Prepared]:
+        """All lists."""
+        for batch in self.batches:
+            yield from batch.lists
+        yield from (*self.before, *self.beside, *self.after)
 
     def close(self) -> None:
         """Free the lists."""
-        for prepared in (p for group in (*self.waves, self.before, self.beside, self.after) for p in group):
+        for prepared in self.lists():
             prepared.close()
 
 
@@ -53,6 +86,8 @@ def bind_version(
     *,
     local_memory: str,
     local_device: int,
+    checks: Checks | None = None,
+    batch_bytes: int = 0,
 ) -> Bound:
     """Prepare all lists of one version.
 
@@ -65,6 +100,8 @@ def bind_version(
     meta
         ``before``, ``after`` and ``digests``, each joined by a NUL with the holder's name, to the memory they are
         read into.
+    checks, batch_bytes
+        With both, waves are read in batches of at least so many bytes, and it is told when each check can be made.
 
     Raises
     ------
@@ -84,18 +121,39 @@ def bind_version(
         local_memory=local_memory,
     )
     made = Bound([], [], [], [])
+    portions: list[list[Portion]] = []
     try:
-        for wave in relative.waves:
-            lists: list[Prepared] = []
-            made.waves.append(lists)
-            for rows in wave:
-                lists.append(transport.prepare(links.peer(rows.holder.name), rows.local, rows.remote))
+        for number, wave in enumerate(relative.waves):
+            split = split_wave(wave, n_batches(wave, batch_bytes if checks is not None else 0))
+            portions += split
+            for i, share in enumerate(split):
+                batch = Batch(number, i == len(split) - 1, [])
+                made.batches.append(batch)
+                for portion in share:
+                    batch.lists.append(transport.prepare(links.peer(portion.holder), portion.local, portion.remote))
         for record in records if meta else ():
             _prepare_meta(transport, links, record, meta, made)
     except BaseException:
         made.close()
         raise
+    if checks is not None and len(portions) > len(relative.waves):
+        made.complete_with = _complete_with(checks, records, portions)
     return made
+
+
+def _complete_with(checks: Checks, records: Sequence[SlotRecord], portions: Sequence[Sequence[Portion]]) -> Int64:
+    """The batch with which each check's cell is there."""
+    out = np.full(len(checks.checks), len(portions) - 1, np.int64)
+    holders = np.array([c.holder for c in checks.checks], np.int64)
+    cells = np.array([c.cell for c in checks.checks], np.int64)
+    bases = {r.slot: np.asarray(r.region_bases, np.uint64) for r in records}
+    for number, name in enumerate(checks.names):
+        mine = np.flatnonzero(holders == number)
+        rows = [(i, p.remote) for i, share in enumerate(portions) for p in share if p.holder == name]
+        grid, cell = checks.grids[number], cells[mine]
+        start = bases[name][grid.region[cell]] + grid.offset_bytes[cell].astype(np.uint64)
+        out[mine] = complete_with(rows, start, grid.nbytes[cell], len(portions) - 1)
+    return out
 
 
 def _check_regions(record: SlotRecord, expected: Int64) -> None:

@@ -16,7 +16,7 @@ bijection of 32-bit numbers, the upper 31 bits are a hash of ``i``:
 - nonlinear: flipping the signs of several top lanes adds ``2**31`` times a signed sum of weights, which vanishes
   modulo 2**33 with probability 2**-32 a seed (for arithmetic progressions four flips always can).
 
-This module is the NumPy form; `reshard.refit.digests_torch` and `reshard.refit.digests_triton` give the same numbers.
+This module is the NumPy form, which takes two lanes at a time as one 64-bit word; `reshard.refit.digests_torch` and `reshard.refit.digests_triton` give the same numbers.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ from reshard.planner.dtypes import dtype as parse_dtype
 __all__ = [
     "CELL_BYTES",
     "DIGEST_BYTES",
+    "MOST_THREADS",
     "SEEDS",
+    "Digester",
     "cell_tag",
     "digest_bytes",
-    "digest_into",
     "digest_many",
+    "n_cpus",
     "root_of",
     "weights",
     "worker_threads",
@@ -55,9 +57,10 @@ DIGEST_BYTES = 16
 """Bytes of one cell's digest: two little-endian uint64."""
 SEEDS = (0x5265_7368_6172_6431, 0xC0DE_2B1D_9E37_79B9)
 """The two seeds; changing them changes every digest."""
-_PIECE_LANES = 1 << 16
-"""Lanes digested at once: the widened copy stays in the second-level cache."""
 
+MOST_THREADS = 8
+"""Threads that digest at once."""
+_HALF = np.uint64(32)
 _M1, _M2 = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
 
 
@@ -96,34 +99,71 @@ def cell_tag(dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
     return int.from_bytes(raw[:8], "little"), int.from_bytes(raw[8:], "little")
 
 
-def digest_into(data: U8, tag: Sequence[int] | U64, out: U64) -> None:
-    """Digest one cell.
+@cache
+def _word_weights(seed: int) -> tuple[U64, U64]:
+    """Weights for lanes taken two at a time, each uint64 of shape (CELL_BYTES / 8,), read-only.
 
-    Parameters
-    ----------
-    data
-        uint8 of shape (n,), contiguous, 0 < n <= CELL_BYTES.
-    tag
-        The two numbers of `cell_tag`.
-    out
-        uint64 of shape (2,), written.
+    A word is ``low + 2**32 * high``, so ``w0 * low + w1 * high = w0 * word + (w1 - 2**32 * w0) * high``: the low lanes
+    never have to be taken apart from the high ones.
     """
-    n = data.size
-    if n > CELL_BYTES:
-        raise ValueError(f"a cell has at most {CELL_BYTES} bytes, got {n}")
-    whole = n & ~3
-    lanes = data[:whole].view(np.uint32) if whole else np.zeros(0, np.uint32)
-    sums = [int(tag[0]), int(tag[1])]
-    for at in range(0, lanes.size, _PIECE_LANES):
-        wide = lanes[at : at + _PIECE_LANES].astype(np.uint64)
-        for k, seed in enumerate(SEEDS):
-            sums[k] += int(np.einsum("i,i->", wide, weights(seed)[at : at + wide.size]))
-    if whole != n:
-        tail = int.from_bytes(data[whole:].tobytes(), "little")
-        for k, seed in enumerate(SEEDS):
-            sums[k] += tail * int(weights(seed)[whole // 4])
-    out[0] = sums[0] & 0xFFFFFFFFFFFFFFFF
-    out[1] = sums[1] & 0xFFFFFFFFFFFFFFFF
+    even, odd = weights(seed)[0::2].copy(), weights(seed)[1::2]
+    of_high = odd - (even << np.uint64(32))
+    even.flags.writeable = of_high.flags.writeable = False
+    return even, of_high
+
+
+class Digester:
+    """Digests cells one after the other, each in one pass through the cache; belongs to one thread at a time."""
+
+    __slots__ = ("_aligned", "_high")
+
+    def __init__(self) -> None:
+        self._high = np.empty(0, np.uint64)
+        self._aligned = np.empty(0, np.uint64)
+
+    def digest(self, data: U8, tag: Sequence[int] | U64, out: U64) -> None:
+        """Digest one cell.
+
+        Parameters
+        ----------
+        data
+            uint8 of shape (n,), contiguous, 0 < n <= CELL_BYTES.
+        tag
+            The two numbers of `cell_tag`.
+        out
+            uint64 of shape (2,), written.
+        """
+        n = data.size
+        if n > CELL_BYTES:
+            raise ValueError(f"a cell has at most {CELL_BYTES} bytes, got {n}")
+        n_words = n >> 3
+        sums = [int(tag[0]), int(tag[1])]
+        if n_words:
+            words = self._words(data, n_words)
+            if self._high.size < n_words:
+                self._high = np.empty(n_words, np.uint64)
+            high = np.right_shift(words, _HALF, out=self._high[:n_words])
+            for k, seed in enumerate(SEEDS):
+                of_word, of_high = _word_weights(seed)
+                sums[k] += int(np.einsum("i,i->", words, of_word[:n_words]))
+                sums[k] += int(np.einsum("i,i->", high, of_high[:n_words]))
+        for at in range(8 * n_words, n, 4):
+            lane = int.from_bytes(data[at : at + 4].tobytes(), "little")
+            for k, seed in enumerate(SEEDS):
+                sums[k] += lane * int(weights(seed)[at >> 2])
+        out[0] = sums[0] & 0xFFFFFFFFFFFFFFFF
+        out[1] = sums[1] & 0xFFFFFFFFFFFFFFFF
+
+    def _words(self, data: U8, n_words: int) -> U64:
+        """The first 64-bit words of a cell; a copy only where its address is no multiple of 8."""
+        raw = data[: 8 * n_words]
+        words: U64 = raw.view(np.uint64)
+        if words.flags.aligned:
+            return words
+        if self._aligned.size < n_words:
+            self._aligned = np.empty(n_words, np.uint64)
+        self._aligned[:n_words].view(np.uint8)[...] = raw
+        return self._aligned[:n_words]
 
 
 def digest_many(data: U8, offset_bytes: Int64, nbytes: Int64, tags: U64, out: U64) -> None:
@@ -142,8 +182,9 @@ def digest_many(data: U8, offset_bytes: Int64, nbytes: Int64, tags: U64, out: U6
     n_threads = worker_threads(int(nbytes.sum()))
 
     def work(share: list[tuple[int, int, int]]) -> None:
+        digester = Digester()
         for at, size, i in share:
-            digest_into(data[at : at + size], tags[i], out[i])
+            digester.digest(data[at : at + size], tags[i], out[i])
 
     if n_threads == 1:
         work(cells)
@@ -155,7 +196,12 @@ def digest_many(data: U8, offset_bytes: Int64, nbytes: Int64, tags: U64, out: U6
 
 def worker_threads(nbytes: int) -> int:
     """How many threads digesting ``nbytes`` is worth: one for each 8 MiB, at most 8 and one a CPU."""
-    return max(1, min(len(os.sched_getaffinity(0)), 8, nbytes >> 23))
+    return max(1, min(n_cpus(), MOST_THREADS, nbytes >> 23))
+
+
+def n_cpus() -> int:
+    """CPUs that this process may run on."""
+    return len(os.sched_getaffinity(0))
 
 
 def digest_bytes(data: U8, dtype: str, shape: Sequence[int]) -> bytes:
@@ -168,7 +214,7 @@ def digest_bytes(data: U8, dtype: str, shape: Sequence[int]) -> bytes:
     False
     """
     out = np.zeros(2, np.uint64)
-    digest_into(data, cell_tag(dtype, tuple(int(n) for n in shape)), out)
+    Digester().digest(data, cell_tag(dtype, tuple(int(n) for n in shape)), out)
     return out.astype("<u8").tobytes()
 
 

@@ -6,8 +6,8 @@ the engine.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -101,42 +101,40 @@ def read_plan(
         What was read cannot be trusted.
     """
     version = manifest.version
-    bound = reader.bind(manifest)
+    # Destinations that are looked at for the sentinel are verified only after that.
+    bound = reader.bind(manifest, checks if how.verify != "off" and not how.sentinel else None)
     enter("read")
     verifier = Verifier(checks, how.verify, (version.epoch, version.step)) if checks is not None else None
-    totals = reader.read(
-        bound,
-        manifest,
-        deadline,
-        verifier=verifier,
-        may_lose=len(plan.holders) > 1,
-        stall_s=how.stall_s,
-    )
-    out = Loaded(totals, max(totals.nbytes - reader.meta_bytes(totals.lost), 0), Verified(how.verify))
-    rescued: tuple[Verifier, ...] = ()
-    if totals.lost:
-        rescued = _rescued(how, reader, plan, manifest, deadline, without, out)
-    check_lease()
-    if how.sentinel:
-        names = plan.buffers.names_list
-        require_delivered(dict(zip(names, reader.buffers(), strict=True)), seeded)
-    check_throughput(out.data_bytes, totals.seconds, how.context)
-    enter("verify")
-    since = time.perf_counter()
-    out.verified = Verified(how.verify, received_bytes=out.data_bytes)
-    if verifier is None or checks is None:
-        return out
-    verifier.check_wave(-1, reader.staging, reader.buffers(), lost=frozenset(totals.lost))
-    verified = sum(v.verified_bytes for v in (verifier, *rescued))
+    with verifier if verifier is not None else contextlib.nullcontext():
+        totals = reader.read(
+            bound, manifest, deadline, verifier=verifier, may_lose=len(plan.holders) > 1, stall_s=how.stall_s
+        )
+        out = Loaded(totals, max(totals.nbytes - reader.meta_bytes(totals.lost), 0), Verified(how.verify))
+        verifiers: tuple[Verifier, ...] = () if verifier is None else (verifier,)
+        if totals.lost:
+            if verifier is not None:
+                verifier.finish(totals.lost)  # before anything is written into the same buffers
+            verifiers += _rescued(how, reader, plan, manifest, deadline, without, out)
+        check_lease()
+        if how.sentinel:
+            names = plan.buffers.names_list
+            require_delivered(dict(zip(names, reader.buffers(), strict=True)), seeded)
+        check_throughput(out.data_bytes, totals.seconds, how.context)
+        enter("verify")
+        out.verified = Verified(how.verify, received_bytes=out.data_bytes)
+        if verifier is None or checks is None:
+            return out
+        verifier.finish(totals.lost)
+    verified = sum(v.verified_bytes for v in verifiers)
     if how.require_verified and (verified < out.data_bytes or checks.partial):
         verifier.require_all(out.data_bytes)
     out.verified = Verified(
         how.verify,
         verified,
         out.data_bytes,
-        sum(v.n_cells for v in (verifier, *rescued)),
+        sum(v.n_cells for v in verifiers),
         len(checks.partial),
-        time.perf_counter() - since + verifier.staged_seconds,
+        sum(v.seconds for v in verifiers),
     )
     return out
 

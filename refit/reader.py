@@ -4,7 +4,8 @@
 2. `Reader.bind` turns plan, region bases of a version and the current shadow arena into prepared lists, kept by
    (arena, bases), so that a publisher with two buffers and a receiver with two arenas end up with four sets and no
    more work.
-3. `Reader.read` reads headers, all waves with their local copies and the digests, and headers again.
+3. `Reader.read` reads headers, all waves with their local copies and the digests, and headers again. What has landed
+   is verified while more is read.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import numpy.typing as npt
 
 from reshard.planner.execute import run_copies, run_fills
 from reshard.refit.arena import Arena
+from reshard.refit.batches import BATCH_BYTES
 from reshard.refit.binding import Bound, bind_version
 from reshard.refit.deadline import Deadline
 from reshard.refit.digests import DIGEST_BYTES
-from reshard.refit.errors import RefitError, TornReadError
+from reshard.refit.errors import RefitError, TornReadError, VerificationError
 from reshard.refit.header import HEADER_BYTES, Header
 from reshard.refit.links import Links
 from reshard.refit.planning import MATERIALISED
@@ -34,6 +36,7 @@ from reshard.transports.errors import TransportError
 
 if TYPE_CHECKING:
     from reshard.planner import Plan
+    from reshard.refit.checks import Checks
     from reshard.rendezvous.types import Manifest
     from reshard.transports.base import Prepared, Transport
 
@@ -87,7 +90,9 @@ class Reader:
         self._meta: Arena | None = None
         self._loader: Arena | None = None
         self._staged_names: frozenset[str] = frozenset()
-        self._bindings: OrderedDict[tuple[int, bytes], Bound] = OrderedDict()
+        self._bindings: OrderedDict[tuple[int, bool, bytes], Bound] = OrderedDict()
+        self.batch_bytes = BATCH_BYTES
+        """Least bytes that are read before others are verified."""
         self.new_registrations = 0
         self.served: Arena | None = None
         """The shadow arena that the engine was last installed from, while it holds those bytes."""
@@ -180,12 +185,21 @@ class Reader:
 
     # -- reading
 
-    def bind(self, manifest: Manifest, local_memory: str = "dram", local_device: int = 0) -> Bound:
-        """Prepared lists for this version; made once for each (arena, region bases)."""
+    def bind(
+        self, manifest: Manifest, checks: Checks | None = None, *, local_memory: str = "dram", local_device: int = 0
+    ) -> Bound:
+        """Prepared lists for this version; made once for each (arena, region bases).
+
+        With the plan's ``checks`` they are read in batches, so that one is verified while the next one is read.
+        """
         plan = self._required_plan()
         by_slot = {record.slot: record for record in manifest.slots}
         records = [by_slot[name] for name in self._holders]
-        key = (self._current, hashlib.sha256(b"".join(r.region_bases.tobytes() for r in records)).digest())
+        key = (
+            self._current,
+            checks is not None,
+            hashlib.sha256(b"".join(r.region_bases.tobytes() for r in records)).digest(),
+        )
         bound = self._bindings.get(key)
         if bound is not None:
             self._bindings.move_to_end(key)
@@ -200,6 +214,8 @@ class Reader:
             self._meta.buffers if self._meta is not None else {},
             local_memory=local_memory,
             local_device=local_device,
+            checks=checks,
+            batch_bytes=self.batch_bytes,
         )
         self._bindings[key] = made
         while len(self._bindings) > _KEPT_BINDINGS:
@@ -218,14 +234,16 @@ class Reader:
     ) -> WireTotals:
         """Read a version into the current shadow arena; what goes through staging is verified on the way.
 
-        With ``may_lose``, holders that fail are in the ``lost`` of what is returned, and what they owed is missing.
+        Other cells are verified on the way, too, if the lists were bound with the plan's checks; what is left of them
+        when this returns is for `Verifier.finish`. With ``may_lose``, holders that fail are in the ``lost`` of what is
+        returned, and what they owed is missing.
 
         Raises
         ------
         TornReadError
             If a holder's header is not of this version, before or after.
         VerificationError
-            If digests do not have their root, or staged cells not their digest.
+            If digests do not have their root, or cells not their digest.
         TransportError
             The first failure of a peer, with every peer's state.
         """
@@ -242,37 +260,50 @@ class Reader:
         heads(bound.before)
         first = self._headers("before", manifest, lost)
         run_fills(plan, buffers)
-        waves = [list(wave) for wave in bound.waves] or [[]]
-        waves[0] = [*waves[0], *bound.beside]
         staging = self.staging
+        if verifier is not None:
+            verifier.begin(staging, buffers, bound.complete_with)
 
-        def landed(k: int) -> None:
+        def use(k: int) -> None:
+            batch = bound.batches[k]
+            if verifier is not None and k == 0:
+                roots = {r.slot: r.digest_root for r in manifest.slots}
+                verifier.trust({name: self.digests(name) for name in self._holders if name not in lost}, roots)
+            if batch.ends_wave:
+                if verifier is not None:
+                    verifier.check_staged(batch.wave, lost)
+                run_copies(plan, batch.wave, staging, buffers)
             if verifier is not None:
-                if k == 0:
-                    roots = {r.slot: r.digest_root for r in manifest.slots}
-                    known = {name: self.digests(name) for name in self._holders if name not in lost}
-                    verifier.trust(known, roots)
-                verifier.check_wave(k, staging, buffers, lost=frozenset(lost))
-            if k < len(bound.waves):
-                run_copies(plan, k, staging, buffers)
+                verifier.feed(k, lost)
 
-        totals = read_waves(
-            self._transport,
-            waves,
-            landed,
-            deadline,
-            totals=WireTotals(lost=lost),
-            may_lose=may_lose,
-            stall_s=stall_s,
-        )
-        heads(bound.after)
-        last = self._headers("after", manifest, lost)
-        for name, header in first.items():
-            if name not in lost and last[name] != header:
-                raise TornReadError(
-                    f"holder {name!r}: its buffer was written during the read "
-                    f"(sequence {header.sequence} -> {last[name].sequence})"
-                )
+        def require_unchanged() -> None:
+            heads(bound.after)
+            last = self._headers("after", manifest, lost)
+            for name, header in first.items():
+                if name not in lost and last[name] != header:
+                    raise TornReadError(
+                        f"holder {name!r}: its buffer was written during the read "
+                        f"(sequence {header.sequence} -> {last[name].sequence})"
+                    )
+
+        lists = [batch.lists for batch in bound.batches]
+        lists[0] = [*lists[0], *bound.beside]
+        try:
+            totals = read_waves(
+                self._transport,
+                lists,
+                use,
+                deadline,
+                totals=WireTotals(lost=lost),
+                may_lose=may_lose,
+                stall_s=stall_s,
+            )
+        except VerificationError:
+            # Cells that differ because they were written meanwhile: say so, if the headers do.
+            with contextlib.suppress(TransportError):
+                require_unchanged()
+            raise
+        require_unchanged()
         return totals
 
     def poisoned(self) -> tuple[Arena, ...]:

@@ -115,7 +115,7 @@ def rescue(
                 reader.bind(manifest), manifest, deadline, verifier=verifier, may_lose=True, stall_s=stall_s
             )
             if verifier is not None:
-                verifier.check_wave(-1, reader.staging, reader.buffers(), lost=frozenset(part.lost))
+                verifier.finish(part.lost)
                 verifiers.append(verifier)
             part.nbytes -= reader.meta_bytes(part.lost)
         finally:

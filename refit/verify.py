@@ -8,29 +8,44 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.refit.checks import STAGING, Check, Checks
-from reshard.refit.digests import CELL_BYTES, digest_into, root_of, worker_threads
+from reshard.refit.crew import Crew
+from reshard.refit.digests import CELL_BYTES, MOST_THREADS, Digester, n_cpus, root_of, worker_threads
 from reshard.refit.errors import UnverifiedError, VerificationError
 
 __all__ = ["Mode", "Verifier"]
 
 U8 = npt.NDArray[np.uint8]
 U64 = npt.NDArray[np.uint64]
+Int64 = npt.NDArray[np.int64]
 Mode = Literal["off", "sample", "full"]
 
 _SAMPLE_OF = 16
 _SHOWN = 8
 
 
+class _Tool:
+    """What one thread verifies with."""
+
+    def __init__(self) -> None:
+        self.digester = Digester()
+        self.scratch = np.empty(0, np.uint8)
+        self.got = np.zeros(2, np.uint64)
+        self.seconds = 0.0
+
+
 class Verifier:
-    """Checks one version.
+    """Checks one version; a context manager that ends its threads.
+
+    Cells that lie where they stay are verified by other threads while the next batch is read (`feed`, `finish`),
+    staged ones by the caller before they are copied on (`check_staged`).
 
     Parameters
     ----------
@@ -44,17 +59,42 @@ class Verifier:
 
     def __init__(self, checks: Checks, mode: Mode, seed: tuple[int, int]) -> None:
         self._checks = checks
-        self._salt = zlib.crc32(repr(seed).encode())
+        salt = zlib.crc32(repr(seed).encode())
         self._mode = mode
-        self._by_wave: dict[int, list[Check]] = {}
-        for check in checks.checks if mode != "off" else ():
-            if mode == "full" or (check.cell * 2654435761 + check.holder * 40503 + self._salt) % _SAMPLE_OF == 0:
-                self._by_wave.setdefault(check.wave, []).append(check)
-        self.verified_bytes = 0
-        self.n_cells = 0
-        self.staged_seconds = 0.0
-        """Seconds spent on cells in staging, between the waves."""
+        self._staged: dict[int, list[Check]] = {}
+        self._direct: list[tuple[int, Check]] = []
+        for number, check in enumerate(checks.checks if mode != "off" else ()):
+            if mode != "full" and (check.cell * 2654435761 + check.holder * 40503 + salt) % _SAMPLE_OF:
+                continue
+            if check.wave >= 0:
+                self._staged.setdefault(check.wave, []).append(check)
+            else:
+                self._direct.append((number, check))
+        self._by_batch: dict[int, list[Check]] = {}
+        self._rest = [check for _, check in self._direct]
         self._digests: list[U64 | None] = [None] * len(checks.names)
+        self._lost: frozenset[int] = frozenset()
+        self._staging = np.zeros(0, np.uint8)
+        self._buffers: list[U8] = []
+        self._tools: list[_Tool] = []
+        self._good: list[Check] = []
+        self._bad: list[Check] = []
+        self._crew: Crew[Check, _Tool] | None = None
+
+    @property
+    def verified_bytes(self) -> int:
+        """Bytes of the cells that have their digests; those of lost holders, which are read again, apart."""
+        return sum(c.nbytes for c in self._good if c.holder not in self._lost)
+
+    @property
+    def n_cells(self) -> int:
+        """Cells that have their digests, those of lost holders apart."""
+        return sum(c.holder not in self._lost for c in self._good)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that threads spent on digests, summed over them."""
+        return sum(tool.seconds for tool in self._tools)
 
     def trust(self, digests: Mapping[str, U64], roots: Mapping[str, bytes]) -> None:
         """Take the digests that were read, after checking them against the roots that the rendezvous told.
@@ -78,47 +118,112 @@ class Verifier:
                 )
             self._digests.append(digests[name])
 
-    def check_wave(self, wave: int, staging: U8, buffers: Sequence[U8], *, lost: frozenset[str] = frozenset()) -> None:
-        """Verify what lies in staging after ``wave`` (wave -1: in the buffers), ``lost`` holders apart.
+    # -- while others are read
+
+    def begin(self, staging: U8, buffers: Sequence[U8], complete_with: Int64 | None) -> None:
+        """Say where cells land, and with which batch each check's cell is there (None: nothing is fed)."""
+        self._staging, self._buffers = staging, list(buffers)
+        if complete_with is not None and self._direct:
+            for number, check in self._direct:
+                self._by_batch.setdefault(int(complete_with[number]), []).append(check)
+            self._rest = []
+            self._crew = self._make_crew(max(1, min(MOST_THREADS, n_cpus() - 1)))
+
+    def feed(self, batch: int, lost: Collection[str] = ()) -> None:
+        """Have verified, meanwhile, what is complete with ``batch``; ``lost`` holders apart.
+
+        Raises
+        ------
+        VerificationError
+            Naming the cells that were found to differ up to now.
+        """
+        self._without(lost)
+        if self._crew is not None:
+            self._crew.feed(self._known(self._by_batch.pop(batch, ())))
+            self._crew.check()
+        self._require_good()
+
+    def check_staged(self, wave: int, lost: Collection[str] = ()) -> None:
+        """Verify what lies in staging after ``wave``, ``lost`` holders apart; returns when it is done.
 
         Raises
         ------
         VerificationError
             Naming the cells that differ.
         """
-        gone = {i for i, name in enumerate(self._checks.names) if name in lost}
-        todo = [c for c in self._by_wave.get(wave, ()) if self._digests[c.holder] is not None and c.holder not in gone]
-        if not todo:
-            return
+        self._without(lost)
+        self._all_of(self._known(self._staged.pop(wave, ())))
+        self._require_good()
+
+    def finish(self, lost: Collection[str] = ()) -> None:
+        """Verify everything that is left, ``lost`` holders apart.
+
+        Raises
+        ------
+        VerificationError
+            Naming the cells that differ.
+        """
+        self._without(lost)
+        crew, self._crew = self._crew, None
+        if crew is not None:
+            left, self._by_batch = self._by_batch, {}
+            crew.feed(self._known([c for checks in left.values() for c in checks]))
+            crew.finish()
+        rest, self._rest = self._rest, []
+        self._all_of(self._known(rest))
+        self._require_good()
+
+    def stop(self) -> None:
+        """Return when no thread looks at the buffers any more; idempotent."""
+        crew, self._crew = self._crew, None
+        if crew is not None:
+            crew.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    def _without(self, lost: Collection[str]) -> None:
+        self._lost = frozenset(i for i, name in enumerate(self._checks.names) if name in lost)
+
+    def _known(self, checks: Iterable[Check]) -> list[Check]:
+        """Those of holders that are there and published digests."""
+        return [c for c in checks if self._digests[c.holder] is not None and c.holder not in self._lost]
+
+    def _make_crew(self, n_threads: int) -> Crew[Check, _Tool]:
+        def make_tool() -> _Tool:
+            self._tools.append(tool := _Tool())
+            return tool
+
+        return Crew(make_tool, self._verify, n_threads)
+
+    def _all_of(self, checks: Sequence[Check]) -> None:
+        crew = self._make_crew(worker_threads(sum(c.nbytes for c in checks)) - 1)
+        crew.feed(checks)
+        crew.finish()
+
+    def _verify(self, check: Check, tool: _Tool) -> None:
+        """Sort one check into good and bad; runs in any thread."""
         since = time.perf_counter()
-        n_threads = worker_threads(sum(c.nbytes for c in todo))
-        shares = [todo[i::n_threads] for i in range(n_threads)]
-        if n_threads == 1:
-            failed = [self._failures(todo, staging, buffers)]
-        else:
-            with ThreadPoolExecutor(n_threads, thread_name_prefix="reshard-verify") as pool:
-                failed = list(pool.map(lambda share: self._failures(share, staging, buffers), shares))
-        bad = [c for part in failed for c in part]
-        if wave >= 0:
-            self.staged_seconds += time.perf_counter() - since
+        expected = self._digests[check.holder]
+        if expected is None or check.holder in self._lost:
+            return
+        tool.digester.digest(_bytes_of(check, self._staging, self._buffers, tool), check.tag, tool.got)
+        same = bool((tool.got == expected[check.cell]).all())
+        (self._good if same else self._bad).append(check)
+        tool.seconds += time.perf_counter() - since
+
+    def _require_good(self) -> None:
+        bad = [c for c in self._bad if c.holder not in self._lost]
         if bad:
             shown = [self._checks.describe(c.holder, c.cell) for c in bad[:_SHOWN]]
             raise VerificationError(
-                f"{len(bad)} of {len(todo)} cells do not have their publisher's digest: {'; '.join(shown)}", cells=shown
+                f"{len(bad)} of {len(bad) + len(self._good)} cells do not have their publisher's digest: "
+                f"{'; '.join(shown)}",
+                cells=shown,
             )
-        self.verified_bytes += sum(c.nbytes for c in todo)
-        self.n_cells += len(todo)
-
-    def _failures(self, checks: Sequence[Check], staging: U8, buffers: Sequence[U8]) -> list[Check]:
-        scratch = np.empty(CELL_BYTES, np.uint8)
-        got = np.zeros(2, np.uint64)
-        failed = []
-        for check in checks:
-            digest_into(_bytes_of(check, staging, buffers, scratch), check.tag, got)
-            expected = self._digests[check.holder]
-            if expected is None or got[0] != expected[check.cell, 0] or got[1] != expected[check.cell, 1]:
-                failed.append(check)
-        return failed
 
     def require_all(self, received_bytes: int) -> None:
         """Raise UnverifiedError if anything received was not verified."""
@@ -133,13 +238,15 @@ class Verifier:
         )
 
 
-def _bytes_of(check: Check, staging: U8, buffers: Sequence[U8], scratch: U8) -> U8:
-    """The cell's bytes, contiguous: where they lie, or gathered into ``scratch``."""
+def _bytes_of(check: Check, staging: U8, buffers: Sequence[U8], tool: _Tool) -> U8:
+    """The cell's bytes, contiguous: where they lie, or gathered into the tool's scratch memory."""
     first = check.pieces[0]
     memory = staging if first.buffer == STAGING else buffers[first.buffer]
     if not first.at and first.contiguous():
         return memory[first.offset : first.offset + check.nbytes]
-    out = scratch[: check.nbytes]
+    if not tool.scratch.size:
+        tool.scratch = np.empty(CELL_BYTES, np.uint8)
+    out = tool.scratch[: check.nbytes]
     cell = out.view(f"V{first.inner}").reshape(check.shape)
     for piece in check.pieces:
         memory = buffers[piece.buffer]

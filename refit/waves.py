@@ -1,15 +1,17 @@
-"""Read wave after wave, copying one while the next one is on its way.
+"""Read batch after batch, copying and verifying one while the next one is on its way.
 
-    post 0 | wait 0, post 1, copy 0 | wait 1, post 2, copy 1 | ...
+    post 0 | wait 0, post 1, use 0 | wait 1, post 2, use 1 | ...
 
-Two waves share the staging arena; wave k + 2 is posted only when the copies of wave k are done. Where the caller
-can do without a holder (its replicas have its boxes), a peer that fails is noted as lost and left out from there
-on, and the others finish; anything else that fails ends the read, with nothing left in flight.
+A batch is a wave or a share of one. Two waves share the staging arena; the first batch of wave k + 2 is posted only
+when the copies of wave k are done. Where the caller can do without a holder (its replicas have its boxes), a peer
+that fails is noted as lost and left out from there on, and the others finish; anything else that fails ends the
+read, with nothing left in flight.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -60,24 +62,26 @@ def failed_peers(error: TransportError) -> frozenset[str]:
 
 def read_waves(
     transport: Transport,
-    waves: Sequence[Sequence[Prepared]],
-    copy: Callable[[int], None],
+    batches: Sequence[Sequence[Prepared]],
+    use: Callable[[int], None],
     deadline: Deadline,
     *,
     totals: WireTotals | None = None,
     may_lose: bool = False,
     stall_s: float | None = None,
 ) -> WireTotals:
-    """Read all ``waves``, calling ``copy(k)`` once wave ``k`` has landed.
+    """Read all ``batches``, calling ``use(k)`` once batch ``k`` has landed and the next one is posted.
 
     Parameters
     ----------
+    use
+        What it raises ends the read.
     totals
         Adds to these, and leaves out the peers that they name as lost.
     may_lose
         Note failing peers in ``totals.lost`` and go on without them, as long as no memory is quarantined.
     stall_s
-        Longest wait for one wave, seconds; the deadline alone if None.
+        Longest wait for one batch, seconds; the deadline alone if None.
 
     Raises
     ------
@@ -86,16 +90,29 @@ def read_waves(
     """
     sums = WireTotals() if totals is None else totals
     in_flight: list[Transfer] = []
+
+    def left_s(what: str) -> float:
+        left = deadline.remaining(what)
+        return left if stall_s is None else min(left, stall_s)
+
+    def post(k: int) -> float:
+        nonlocal in_flight
+        since = time.monotonic()
+        in_flight = _post(transport, batches[k], sums, left_s, may_lose)
+        return since
+
     try:
-        if waves:
-            in_flight = _post(transport, waves[0], sums, may_lose)
-        for k in range(len(waves)):
-            left = deadline.remaining("read")
-            landed, in_flight = in_flight, []
-            _wait(transport, landed, sums, left if stall_s is None else min(left, stall_s), may_lose)
-            if k + 1 < len(waves):
-                in_flight = _post(transport, waves[k + 1], sums, may_lose)
-            copy(k)
+        since = post(0) if batches else 0.0
+        for k in range(len(batches)):
+            try:
+                _wait(transport, in_flight, sums, left_s("read"), may_lose, since)
+            except TransportError:
+                in_flight = []  # `wait` has ended them
+                raise
+            in_flight = []
+            if k + 1 < len(batches):
+                since = post(k + 1)
+            use(k)
     except BaseException:
         if in_flight:
             # The caller has the first error; what is abandoned here is quarantined by the transport.
@@ -107,7 +124,12 @@ def read_waves(
 
 
 def _wait(
-    transport: Transport, transfers: Sequence[Transfer], sums: WireTotals, timeout_s: float, may_lose: bool
+    transport: Transport,
+    transfers: Sequence[Transfer],
+    sums: WireTotals,
+    timeout_s: float,
+    may_lose: bool,
+    since: float,
 ) -> None:
     try:
         stats = transport.wait(transfers, timeout_s=timeout_s, finish_others=may_lose)
@@ -119,6 +141,7 @@ def _wait(
         sums.lost.update(dict.fromkeys(bad, error))
         done = [t.prepared for t in transfers if t.prepared.peer.name not in bad]
         sums.nbytes += sum(p.nbytes for p in done)
+        sums.seconds += time.monotonic() - since
         sums.n_descriptors += sum(p.n_descriptors for p in done)
         return
     sums.nbytes += stats.bytes
@@ -126,14 +149,20 @@ def _wait(
     sums.n_descriptors += stats.n_descriptors
 
 
-def _post(transport: Transport, lists: Sequence[Prepared], sums: WireTotals, may_lose: bool) -> list[Transfer]:
+def _post(
+    transport: Transport,
+    lists: Sequence[Prepared],
+    sums: WireTotals,
+    left_s: Callable[[str], float],
+    may_lose: bool,
+) -> list[Transfer]:
     posted: list[Transfer] = []
     for prepared in lists:
         name = prepared.peer.name
         if name in sums.lost:
             continue
         try:
-            posted.append(transport.post(prepared))
+            posted.append(transport.post(prepared, timeout_s=left_s("post")))
         except TransportError as error:
             if not isinstance(error, PoisonedMemoryError):
                 error.failures.setdefault(name, f"refused: {error}")

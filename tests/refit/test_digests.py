@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.refit.digests import CELL_BYTES, SEEDS, cell_tag, digest_bytes, digest_into, root_of, weights
+from reshard.refit.digests import CELL_BYTES, SEEDS, Digester, cell_tag, digest_bytes, root_of, weights
 
 RNG = np.random.default_rng(20261130)
 
@@ -155,7 +155,7 @@ def test_address_does_not_matter() -> None:
 
 def test_too_long_a_cell_is_refused() -> None:
     with pytest.raises(ValueError, match="at most 1048576 bytes"):
-        digest_into(np.zeros(CELL_BYTES + 1, np.uint8), (0, 0), np.zeros(2, np.uint64))
+        Digester().digest(np.zeros(CELL_BYTES + 1, np.uint8), (0, 0), np.zeros(2, np.uint64))
 
 
 def test_roots_bind_order_and_prefix() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from reshard.refit.digests import CELL_BYTES, digest_into
+from reshard.refit.digests import CELL_BYTES, Digester
 from reshard.refit.digests_torch import digest_cells
 
 
@@ -27,9 +27,9 @@ def cells(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 
 def by_numpy(data: np.ndarray, offsets: np.ndarray, nbytes: np.ndarray, tags: np.ndarray) -> np.ndarray:
-    out = np.zeros((len(nbytes), 2), np.uint64)
+    out, digester = np.zeros((len(nbytes), 2), np.uint64), Digester()
     for i, (at, size) in enumerate(zip(offsets, nbytes, strict=True)):
-        digest_into(data[at : at + size], tags[i], out[i])
+        digester.digest(data[at : at + size], tags[i], out[i])
     return out
 
 
