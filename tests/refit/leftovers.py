@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 __all__ = ["orphaned_segments", "segments"]
@@ -13,8 +14,19 @@ def segments() -> set[str]:
 
 
 def orphaned_segments(before: set[str]) -> set[str]:
-    """Segments that were not there before and that no living process has mapped."""
-    new = segments() - before
+    """Segments that were not there before and that no living process has mapped, a second later still.
+
+    A second, because others on this machine make segments and semaphores too, and are for a moment between making one
+    and mapping or unlinking it.
+    """
+    new = _unmapped(segments() - before)
+    if new:
+        time.sleep(1)
+        new = _unmapped(new & segments())
+    return new & segments()
+
+
+def _unmapped(new: set[str]) -> set[str]:
     for entry in Path("/proc").iterdir():
         if new and entry.name.isdigit():
             try:
@@ -22,4 +34,4 @@ def orphaned_segments(before: set[str]) -> set[str]:
             except OSError:
                 continue
             new = {name for name in new if f"/dev/shm/{name}" not in maps}
-    return new & segments()
+    return new
