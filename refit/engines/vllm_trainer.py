@@ -209,7 +209,7 @@ def trainer_engine_type() -> type[TrainerWeightTransferEngine[Any]]:
             return made
 
         def send_weights(self) -> None:
-            """Publish the next step, and have the engine take it."""
+            """Publish the next step, and have the engine take it; its weight version becomes ``epoch:step``."""
             self._step += 1
             tensors = self._tensors()
             if self._publisher is not None:
@@ -224,7 +224,7 @@ def trainer_engine_type() -> type[TrainerWeightTransferEngine[Any]]:
                 version = {"epoch": self._epoch, "step": self._step, "timeout_s": self._info.timeout_s}
                 self.client.start_weight_update()
                 self.client.update_weights(version)
-                self.client.finish_weight_update()
+                self.client.finish_weight_update(f"{self._epoch}:{self._step}")
 
         def _tensors(self) -> Sequence[LocalTensor]:
             if self._sharded is not None:

@@ -1,7 +1,7 @@
 """vLLM's plug-in: the weight transfer back end named ``reshard``, on the inference side.
 
-1. `register` is the ``vllm.general_plugins`` entry point: it tells vLLM's factories where to find the classes, and
-   imports nothing.
+1. `register` is the ``vllm.general_plugins`` entry point: it tells vLLM's factories where to find the classes, and has
+   the executor read every worker's reply (`reshard.refit.engines.vllm_replies`).
 2. The class that vLLM looks up, ``ReshardWeightTransferEngine``, is made on first use, since it derives from vLLM's
    (``worker_engine_type``).
 3. Its ``init_transfer_engine`` joins the rendezvous, ``receive_weights`` is a whole refit (read, verify, agree,
@@ -17,6 +17,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from reshard.planner.errors import require
+from reshard.refit.engines.vllm_replies import read_all_replies
 from reshard.refit.errors import RefitError
 
 if TYPE_CHECKING:
@@ -45,7 +46,10 @@ class ReshardInitInfo:
     model
         The model's name there; the trainer's.
     group
-        This engine's name; engines that serve side by side have different ones.
+        The name of this engine's group; engines that take versions each for itself have different ones.
+    engines, engine
+        How many engines of the same size are one group, and which of them this is, from 0. None is vLLM's index of the
+        data-parallel replica.
     transport
         As in `reshard.transports.open_transport`.
     token
@@ -61,6 +65,8 @@ class ReshardInitInfo:
     rendezvous: str
     model: str
     group: str = "vllm"
+    engines: int = 1
+    engine: int | None = None
     transport: str = "auto"
     token: str = ""
     tls: dict[str, str] | None = None
@@ -77,6 +83,10 @@ class ReshardInitInfo:
         for name in ("rendezvous", "model", "group"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty")
+        if self.engines < 1:
+            raise ValueError(f"engines={self.engines}: expected 1 or more")
+        if self.engine is not None and not 0 <= self.engine < self.engines:
+            raise ValueError(f"engine={self.engine}: expected one in [0, {self.engines}), which is set by engines=")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,22 +124,40 @@ def register() -> None:
     for factory, module, name in places:
         if "reshard" not in factory._registry:
             factory.register_engine("reshard", module, name)
+    read_all_replies()
 
 
-def group_of(name: str, parallel: ParallelConfig) -> tuple[str, tuple[str, ...], str]:
+def group_of(info: ReshardInitInfo, parallel: ParallelConfig) -> tuple[str, tuple[str, ...], str]:
     """The group of workers that change together, its members, and which of them this worker is.
 
-    All workers of an engine are one group, data-parallel replicas of an expert-parallel model included: vLLM's own
-    ``update_weights`` reaches them all. Replicas of a dense model are engines of their own to vLLM, and groups here.
+    All workers of an engine are one group, data-parallel replicas of a mixture-of-experts model included: vLLM's own
+    ``update_weights`` reaches them all. Replicas of a dense model are engines of their own to vLLM, and groups here
+    unless ``engines`` makes one of them.
+
+    Raises
+    ------
+    RefitError
+        This engine's index is not in the group.
     """
     n_replicas, world = int(parallel.data_parallel_size), int(parallel.world_size)
     replica, rank = int(parallel.data_parallel_index), int(parallel.rank)
-    if n_replicas == 1:
+    name = info.group
+    if info.engines == 1 and n_replicas == 1:
         group = f"{name}/dp{replica}" if replica else name
         members = tuple(f"{group}/rank{r}" for r in range(world))
         return group, members, members[rank]
-    members = tuple(f"{name}/dp{d}/rank{r}" for d in range(n_replicas) for r in range(world))
-    return name, members, members[replica * world + rank]
+    engine = 0 if info.engines == 1 else info.engine
+    if engine is None:
+        if n_replicas > 1:
+            raise RefitError(f"engines={info.engines} without engine: all replicas of this model are one engine")
+        engine = replica
+    if engine >= info.engines:
+        raise RefitError(f"data-parallel replica {engine} is not in [0, {info.engines}), which is set by engines=")
+    members = tuple(
+        f"{name}/engine{e}/dp{d}/rank{r}" for e in range(info.engines) for d in range(n_replicas) for r in range(world)
+    )
+    at = replica if n_replicas > 1 else 0
+    return name, members, members[(engine * n_replicas + at) * world + rank]
 
 
 @cache
@@ -173,7 +201,7 @@ def worker_engine_type() -> type[WeightTransferEngine[ReshardInitInfo, ReshardUp
         def init_transfer_engine(self, init_info: ReshardInitInfo) -> None:
             """Connect to the rendezvous; a second call leaves the first one's connection."""
             self.shutdown()
-            group, members, member = group_of(init_info.group, self.parallel_config)
+            group, members, member = group_of(init_info, self.parallel_config)
             try:
                 self._rendezvous = _connect(init_info)
                 self._transport = open_transport(init_info.transport)
@@ -218,9 +246,10 @@ def worker_engine_type() -> type[WeightTransferEngine[ReshardInitInfo, ReshardUp
                 receiver.refit(version, timeout_s=update_info.timeout_s)
 
         def finish_weight_update(self) -> None:
-            """Refuse to go on where this rank may not serve."""
-            if self._receiver is not None and self._receiver.state in ("in_doubt", "quarantined"):
-                self._receiver.check_serving()
+            """Nothing: an update that this rank may not serve has raised in `receive_weights`.
+
+            Raising here would leave vLLM's update open for good.
+            """
 
         def shutdown(self) -> None:
             """Leave the rendezvous and free buffers and connections. Idempotent."""
