@@ -37,6 +37,7 @@ from reshard.planner import (
     TensorDict,
     plan,
 )
+from reshard.planner.packed_names import PackedNames
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -99,7 +100,7 @@ class Decoded:
 
 
 def _again(d: TensorDict) -> TensorDict:
-    return TensorDict(d.names_blob, d.name_offsets, d.dtype_code, d.ndim, d.shape, d.axes)
+    return TensorDict(PackedNames(d.names.blob), d.dtype_code, d.ndim, d.shape, d.axes)
 
 
 def decoded(workload: Workload) -> tuple[Decoded, Sources, Reads]:

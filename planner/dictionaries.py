@@ -7,6 +7,7 @@ them unpadded.
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,12 +16,14 @@ from typing import Final
 import numpy as np
 
 from reshard.planner.classify import Int64, classify, column
+from reshard.planner.digesting import digest_column, digest_dims
 from reshard.planner.dtypes import BY_CODE, MAX_CODE, dtype
 from reshard.planner.errors import DTypeError, TableError
-from reshard.planner.geometries import MAX_NDIM, digest_dims, padded_dims
-from reshard.planner.names import MAX_NAME_BYTES, check_name
+from reshard.planner.geometries import MAX_NDIM, padded_dims
+from reshard.planner.packed_names import PackedNames
 
 MAX_TENSOR_BYTES: Final = 1 << 62
+_MAX_BYTES: Final = 2.0**61.9  # in floating point, so a little less
 
 _BITS: Final[Int64] = np.zeros(MAX_CODE + 1, np.int64)
 for _code, _row in BY_CODE.items():
@@ -33,10 +36,8 @@ class TensorDict:
 
     Parameters
     ----------
-    names_blob : bytes
-        UTF-8 names, one after another.
-    name_offsets : int64[T + 1]
-        Where each name starts in the blob.
+    names : PackedNames
+        T distinct names.
     dtype_code : int64[T]
         Wire numbers of `reshard.planner.dtypes`.
     ndim : int64[T]
@@ -49,13 +50,12 @@ class TensorDict:
     Raises
     ------
     TableError
-        Bad or duplicate names, negative or absurd sizes, ranks over 8.
+        Negative or absurd sizes, ranks over 8, columns of other lengths.
     DTypeError
         An unknown dtype code, or sub-byte rows that do not fill whole bytes.
     """
 
-    names_blob: bytes
-    name_offsets: Int64
+    names: PackedNames
     dtype_code: Int64
     ndim: Int64
     shape: tuple[Int64, ...]
@@ -63,7 +63,6 @@ class TensorDict:
 
     def __post_init__(self) -> None:
         fix = object.__setattr__
-        fix(self, "name_offsets", column(self.name_offsets, "name_offsets"))
         fix(self, "dtype_code", column(self.dtype_code, "dtype_code"))
         fix(self, "ndim", column(self.ndim, "ndim"))
         fix(self, "shape", tuple(column(c, f"shape[{d}]") for d, c in enumerate(self.shape)))
@@ -86,9 +85,7 @@ class TensorDict:
         shapes : sequence of sequence of int
         axes : mapping, optional
         """
-        raw = [check_name(name) for name in names]
-        offsets = np.zeros(len(raw) + 1, np.int64)
-        np.cumsum([len(r) for r in raw], out=offsets[1:])
+        packed = PackedNames.pack(names)
         for name, shape in zip(names, shapes, strict=True):
             if len(shape) > MAX_NDIM:
                 raise TableError(
@@ -99,8 +96,7 @@ class TensorDict:
                 )
         n_dims = max((len(s) for s in shapes), default=0)
         return cls(
-            b"".join(raw),
-            offsets,
+            packed,
             column([dtype(label).code for label in dtypes], "dtype_code"),
             column([len(s) for s in shapes], "ndim"),
             padded_dims(shapes, n_dims, 1),
@@ -111,35 +107,17 @@ class TensorDict:
         return len(self.ndim)
 
     def _check(self) -> None:
-        n, offsets = len(self.ndim), self.name_offsets
-        lengths = {"dtype_code": len(self.dtype_code), **{f"shape[{d}]": len(c) for d, c in enumerate(self.shape)}}
+        n = len(self.ndim)
+        lengths = {
+            "names": len(self.names),
+            "dtype_code": len(self.dtype_code),
+            **{f"shape[{d}]": len(c) for d, c in enumerate(self.shape)},
+        }
         for what, length in lengths.items():
             if length != n:
                 raise TableError(f"tensor dictionary: {what} has {length} rows; expected {n}", got=length, expected=n)
-        if len(offsets) != n + 1 or offsets[0] != 0 or offsets[-1] != len(self.names_blob):
-            raise TableError(
-                f"tensor dictionary: name_offsets must be {n + 1} offsets from 0 to {len(self.names_blob)}",
-                got=len(offsets),
-                expected=n + 1,
-            )
         if n == 0:
             return
-        sizes = np.diff(offsets)
-        if int(sizes.min()) < 1 or int(sizes.max()) > MAX_NAME_BYTES:
-            bad = int(np.argmax((sizes < 1) | (sizes > MAX_NAME_BYTES)))
-            raise TableError(
-                f"tensor {bad}: name of {int(sizes[bad])} bytes; expected 1 to {MAX_NAME_BYTES}",
-                got=int(sizes[bad]),
-                expected=MAX_NAME_BYTES,
-            )
-        if b"\0" in self.names_blob:
-            raise TableError("tensor dictionary: a name holds a NUL byte")
-        if len(set(self.names_list)) != n:
-            seen: set[str] = set()
-            for name in self.names_list:
-                if name in seen:
-                    raise TableError(f"tensor {name!r} appears twice in one dictionary", tensor=name)
-                seen.add(name)
         if int(self.ndim.min()) < 0 or int(self.ndim.max()) > min(MAX_NDIM, len(self.shape)):
             bad = int(np.argmax((self.ndim < 0) | (self.ndim > min(MAX_NDIM, len(self.shape)))))
             raise TableError(
@@ -150,22 +128,19 @@ class TensorDict:
                 expected=len(self.shape),
             )
         code = self.dtype_code
-        known = (code >= 0) & (code <= MAX_CODE)
-        known &= _BITS[np.where(known, code, 0)] > 0
-        if not known.all():
-            bad = int(np.argmin(known))
+        if int(code.min()) < 0 or int(code.max()) > MAX_CODE or int(self.bits.min()) == 0:
+            bad = int(np.argmin((code >= 0) & (code <= MAX_CODE) & (_BITS[np.clip(code, 0, MAX_CODE)] > 0)))
             raise DTypeError(
                 f"tensor {self.name(bad)!r}: unknown dtype code {int(code[bad])}",
                 tensor=self.name(bad),
                 got=int(code[bad]),
                 expected=MAX_CODE,
             )
-        log_bytes = np.log2(self.bits / 8)
+        n_bytes = self.bits / 8  # as floats, which no product of extents overflows
         for d, dim in enumerate(self.shape):
             padding = self.ndim < len(self.shape) - d
-            wrong = (dim < 0) | (padding & (dim != 1))
-            if wrong.any():
-                bad = int(np.argmax(wrong))
+            if int(dim.min()) < 0 or (dim[padding] != 1).any():
+                bad = int(np.argmax((dim < 0) | (padding & (dim != 1))))
                 real = d - (len(self.shape) - int(self.ndim[bad]))
                 raise TableError(
                     f"tensor {self.name(bad)!r} dim {real}: size {int(dim[bad])}; expected 0 or more (padding 1)",
@@ -174,11 +149,11 @@ class TensorDict:
                     got=int(dim[bad]),
                     expected=1 if real < 0 else 0,
                 )
-            log_bytes += np.log2(np.maximum(dim, 1))
-        if float(log_bytes.max()) > 61.9:
-            bad = int(np.argmax(log_bytes))
+            n_bytes *= np.maximum(dim, 1)
+        if float(n_bytes.max()) > _MAX_BYTES:
+            bad = int(np.argmax(n_bytes))
             raise TableError(
-                f"tensor {self.name(bad)!r}: shape {self.shape_of(bad)} is 2**{log_bytes[bad]:.1f} bytes; "
+                f"tensor {self.name(bad)!r}: shape {self.shape_of(bad)} is 2**{np.log2(n_bytes[bad]):.1f} bytes; "
                 "expected under 2**61.9",
                 tensor=self.name(bad),
                 got=self.shape_of(bad),
@@ -208,20 +183,10 @@ class TensorDict:
         """int64[T]: bits of an element."""
         return column(_BITS[self.dtype_code], "bits")
 
-    @cached_property
+    @property
     def names_list(self) -> list[str]:
         """All names, in order."""
-        # one decode for all: names hold no NUL, so one between them separates; a name broken off in mid-character
-        # still fails to decode
-        n = len(self)
-        is_name = np.ones(len(self.names_blob) + n, np.bool_)
-        is_name[self.name_offsets[1:] + np.arange(n)] = False
-        joined = np.zeros(len(is_name), np.uint8)
-        joined[is_name] = np.frombuffer(self.names_blob, np.uint8)
-        try:
-            return joined.tobytes().decode("utf-8").split("\0")[:-1]
-        except UnicodeDecodeError as error:
-            raise TableError("tensor dictionary: a name is not valid UTF-8") from error
+        return self.names.strings
 
     @cached_property
     def index_of(self) -> dict[str, int]:
@@ -236,18 +201,17 @@ class TensorDict:
     @cached_property
     def digest(self) -> bytes:
         """32 bytes that address the content."""
-        hasher = hashlib.sha256(b"reshard.TensorDict.1\0")
-        hasher.update(self.name_offsets.tobytes())
-        hasher.update(self.names_blob)
-        hasher.update(self.dtype_code.tobytes())
+        hasher = hashlib.sha256(b"reshard.TensorDict.2\0")
+        hasher.update(struct.pack("<q", len(self.names.blob)))
+        hasher.update(self.names.blob)
+        digest_column(hasher, self.dtype_code)
         digest_dims(hasher, self.ndim, self.shape)
         hasher.update(repr(sorted(self.axes.items())).encode())
         return hasher.digest()
 
     def name(self, i: int) -> str:
         """Name of tensor `i`."""
-        a, b = int(self.name_offsets[i]), int(self.name_offsets[i + 1])
-        return self.names_blob[a:b].decode("utf-8", "replace")
+        return self.names.text(i)
 
     def index(self, name: str) -> int:
         """Index of a name.
@@ -283,33 +247,23 @@ class TensorDict:
             Which rows of which dictionary; together their names are the keys of `index`, in order.
         """
         n_dims = max((d.n_dims for d in sources), default=0)
-        blobs, sizes = [], []
-        for d, picked in zip(sources, rows, strict=True):
-            size = np.diff(d.name_offsets)
-            if len(picked) == len(d):
-                blobs.append(d.names_blob)
-            elif len(picked):
-                names = d.names_list
-                blobs.append("".join([names[i] for i in picked.tolist()]).encode())
-            sizes.append(size[picked])
+        picked_names = [
+            d.names if len(picked) == len(d) else d.names.take(picked) for d, picked in zip(sources, rows, strict=True)
+        ]
 
         def dim(d: TensorDict, back: int, picked: Int64) -> Int64:
             return d.shape[-back][picked] if back <= d.n_dims else np.ones(len(picked), np.int64)
 
         pairs = list(zip(sources, rows, strict=True))
-        offsets = np.zeros(len(index) + 1, np.int64)
-        np.cumsum(np.concatenate(sizes), out=offsets[1:])
         out = object.__new__(cls)
         values: dict[str, object] = {
-            "names_blob": b"".join(blobs),
-            "name_offsets": column(offsets, "name_offsets"),
+            "names": PackedNames.joined(picked_names, list(index)),
             "dtype_code": column(np.concatenate([d.dtype_code[r] for d, r in pairs]), "dtype_code"),
             "ndim": column(np.concatenate([d.ndim[r] for d, r in pairs]), "ndim"),
             "shape": tuple(
                 column(np.concatenate([dim(d, back, r) for d, r in pairs]), "shape") for back in range(n_dims, 0, -1)
             ),
             "axes": dict(sorted(axes.items())),
-            "names_list": list(index),
             "index_of": index,
         }
         for name, value in values.items():
@@ -318,12 +272,8 @@ class TensorDict:
 
     def take(self, rows: Int64) -> TensorDict:
         """A dictionary of some of the tensors, in the order given."""
-        names = self.names_list
-        raw = [names[i].encode() for i in rows.tolist()]
-        offsets = np.zeros(len(raw) + 1, np.int64)
-        np.cumsum([len(r) for r in raw], out=offsets[1:])
         back = {int(old): new for new, old in enumerate(rows.tolist())}
         axes = {back[i]: a for i, a in self.axes.items() if i in back}
         return TensorDict(
-            b"".join(raw), offsets, self.dtype_code[rows], self.ndim[rows], tuple(c[rows] for c in self.shape), axes
+            self.names.take(rows), self.dtype_code[rows], self.ndim[rows], tuple(c[rows] for c in self.shape), axes
         )

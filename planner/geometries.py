@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 
 from reshard.planner.classify import Int64, column
+from reshard.planner.digesting import digest_dims
 from reshard.planner.errors import TableError
 
 MAX_NDIM: Final = 8
@@ -26,13 +27,6 @@ def padded_dims(rows: Sequence[Sequence[int]], n_dims: int, pad: int) -> tuple[I
         if len(row):
             full[n_dims - len(row) :, i] = row
     return tuple(column(full[d], f"dim {d}") for d in range(n_dims))
-
-
-def digest_dims(hasher: hashlib._Hash, ndim: Int64, columns: tuple[Int64, ...]) -> None:
-    """Feed columns unpadded: only the cells that exist, dim by dim from the last."""
-    hasher.update(ndim.tobytes())
-    for back, dim in enumerate(reversed(columns), 1):
-        hasher.update(dim[ndim >= back].tobytes())
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +128,7 @@ class GeometryDict:
     @cached_property
     def digest(self) -> bytes:
         """32 bytes that address the content."""
-        hasher = hashlib.sha256(b"reshard.GeometryDict.1\0")
+        hasher = hashlib.sha256(b"reshard.GeometryDict.2\0")
         digest_dims(hasher, self.ndim, self.start)
         digest_dims(hasher, self.ndim, self.stop)
         return hasher.digest()

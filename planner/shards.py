@@ -21,6 +21,7 @@ import numpy as np
 
 from reshard.planner.classify import Int64, column
 from reshard.planner.dictionaries import TensorDict
+from reshard.planner.digesting import digest_column
 from reshard.planner.dtypes import dtype
 from reshard.planner.errors import ConflictError, TableError
 from reshard.planner.geometries import GeometryDict
@@ -243,12 +244,11 @@ class ShardPart:
     @cached_property
     def digest(self) -> bytes:
         """32 bytes over everything but the holder: equal digests mean equal tables."""
-        hasher = hashlib.sha256(b"reshard.ShardPart.1\0")
+        hasher = hashlib.sha256(b"reshard.ShardPart.2\0")
         hasher.update(self.tensors.digest)
         hasher.update(self.geometries.digest)
-        hasher.update(np.array([len(self), len(self.region_bytes)], np.int64).tobytes())
         for name in ("tensor_id", "geometry_id", "region", "offset_bytes", "replica_group", "region_bytes"):
-            hasher.update(getattr(self, name).tobytes())
+            digest_column(hasher, getattr(self, name))
         hasher.update(f"{self.layout}\0{self.claim}".encode())
         return hasher.digest()
 

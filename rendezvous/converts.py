@@ -18,6 +18,7 @@ from reshard.planner.cuts import Cuts
 from reshard.planner.dictionaries import TensorDict
 from reshard.planner.errors import ReshardError
 from reshard.planner.geometries import GeometryDict
+from reshard.planner.packed_names import PackedNames
 from reshard.planner.shards import Holder, ShardPart
 from reshard.rendezvous import limits
 from reshard.rendezvous.columns import (
@@ -53,16 +54,14 @@ Bool = npt.NDArray[np.bool_]
 
 def tensors_to_message(tensors: TensorDict) -> tables_pb.TensorDict:
     """Encode a tensor dictionary."""
-    columns, frame = pack_columns(
-        [np.diff(tensors.name_offsets), tensors.dtype_code, tensors.ndim, *_real_dims(tensors.ndim, tensors.shape)]
-    )
+    columns, frame = pack_columns([tensors.dtype_code, tensors.ndim, *_real_dims(tensors.ndim, tensors.shape)])
     return tables_pb.TensorDict(
         n_tensors=len(tensors),
-        names_bytes=len(tensors.names_blob),
+        names_bytes=len(tensors.names.blob),
         columns=columns,
         dim_rows=_dim_rows(tensors.ndim),
         frame=frame,
-        names_frame=compress(tensors.names_blob),
+        names_frame=compress(tensors.names.blob),
         axes=[tables_pb.TensorAxes(tensor=i, axes=axes) for i, axes in sorted(tensors.axes.items())],
     )
 
@@ -77,18 +76,16 @@ def tensors_from_message(message: tables_pb.TensorDict, digest: bytes) -> Tensor
     """
     n = limits.check_int("tensors.n_tensors", message.n_tensors, at_least=0, at_most=limits.MAX_DICT_ROWS)
     n_bytes = limits.check_int("tensors.names_bytes", message.names_bytes, at_least=0, at_most=_MAX_NAMES_BYTES)
-    (lengths, dtype_code), dims = _unpack_dims("tensors", message, n, n_heads=2, per_dim=1)
+    (dtype_code,), dims = _unpack_dims("tensors", message, n, n_heads=1, per_dim=1)
     dims.check_extents("tensors.shape", 0)
     names = decompress("tensors.names_frame", message.names_frame, n_bytes)
-    offsets = np.zeros(n + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
     axes: dict[int, tuple[str, ...]] = {}
     for i, row in enumerate(message.axes):
         where = f"tensors.axes[{i}]"
         index = limits.check_int(f"{where}.tensor", row.tensor, at_least=0, at_most=n - 1)
         axes[index] = limits.check_names(f"{where}.axes", row.axes, at_least=0, at_most=limits.MAX_RANK)
     with _planner_says("tensors"):
-        tensors = TensorDict(names, offsets, dtype_code, dims.rank, dims.padded(0, 1), axes)
+        tensors = TensorDict(PackedNames(names), dtype_code, dims.rank, dims.padded(0, 1), axes)
         _check_digest("tensors", tensors.digest, digest)
     return tensors
 

@@ -121,9 +121,25 @@ class RegisterRequest(_message.Message):
     ttl_ms: int
     def __init__(self, worker_id: _Optional[bytes] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[str] = ..., host: _Optional[str] = ..., name: _Optional[str] = ..., endpoints: _Optional[_Mapping[str, bytes]] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
 
+class RetryHint(_message.Message):
+    __slots__ = ("attempts", "backoff_ms", "factor", "max_backoff_ms", "deadline_ms")
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    BACKOFF_MS_FIELD_NUMBER: _ClassVar[int]
+    FACTOR_FIELD_NUMBER: _ClassVar[int]
+    MAX_BACKOFF_MS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    attempts: int
+    backoff_ms: int
+    factor: float
+    max_backoff_ms: int
+    deadline_ms: int
+    def __init__(self, attempts: _Optional[int] = ..., backoff_ms: _Optional[int] = ..., factor: _Optional[float] = ..., max_backoff_ms: _Optional[int] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+
 class RegisterResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("retry_hint",)
+    RETRY_HINT_FIELD_NUMBER: _ClassVar[int]
+    retry_hint: RetryHint
+    def __init__(self, retry_hint: _Optional[_Union[RetryHint, _Mapping]] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("worker_id",)

@@ -6,6 +6,7 @@ broken there. The untouched columns must build, so that a refusal can only come 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,7 @@ from reshard.planner.dictionaries import TensorDict
 from reshard.planner.dtypes import dtype
 from reshard.planner.errors import ConflictError, DTypeError, TableError
 from reshard.planner.geometries import GeometryDict
+from reshard.planner.packed_names import PackedNames
 from reshard.planner.shards import Holder, Shard, ShardPart
 from reshard.planner.tables import ShardTable
 
@@ -31,7 +33,6 @@ class Columns:
     """The columns of one part and of its two dictionaries, writable."""
 
     names: bytes
-    name_offsets: Ints
     dtype_code: Ints
     tensor_ndim: Ints
     shape: list[Ints]
@@ -46,7 +47,7 @@ class Columns:
     region_bytes: Ints
 
     def tensors(self) -> TensorDict:
-        return TensorDict(self.names, self.name_offsets, self.dtype_code, self.tensor_ndim, tuple(self.shape))
+        return TensorDict(PackedNames(self.names), self.dtype_code, self.tensor_ndim, tuple(self.shape))
 
     def geometries(self) -> GeometryDict:
         return GeometryDict(self.box_ndim, tuple(self.start), tuple(self.stop))
@@ -70,8 +71,7 @@ def columns_of(part: ShardPart) -> Columns:
         return np.array(values, np.int64)
 
     return Columns(
-        part.tensors.names_blob,
-        own(part.tensors.name_offsets),
+        part.tensors.names.blob,
         own(part.tensors.dtype_code),
         own(part.tensors.ndim),
         [own(dim) for dim in part.tensors.shape],
@@ -171,24 +171,46 @@ def _beyond_region(columns: Columns, draw: st.DrawFn) -> None:
     )
 
 
-def _decrease_names(columns: Columns, draw: st.DrawFn) -> None:
-    assume(len(columns.name_offsets) > 2)
-    at = draw(st.integers(1, len(columns.name_offsets) - 2))
-    columns.name_offsets[at] = draw(st.sampled_from([-1, -(1 << 40), columns.name_offsets[-1] + 1, BIG]))
+def _words(names: bytes) -> list[bytes]:
+    """The names as they are packed, each with its padding."""
+    return re.findall(rb"[^\0]+\0{1,8}", names)
 
 
 def _duplicate_name(columns: Columns, draw: st.DrawFn) -> None:
-    assume(len(columns.tensor_ndim) > 1)
-    first = columns.names[: columns.name_offsets[1]]
-    columns.names = first + first + columns.names[columns.name_offsets[2] :]
+    names = _words(columns.names)
+    assume(len(names) > 1)
+    one, other = draw(st.permutations(range(len(names))))[:2]
+    names[one] = names[other]
+    columns.names = b"".join(names)
+
+
+def _insert_name(name: bytes) -> Mutation:
+    def mutate(columns: Columns, draw: st.DrawFn) -> None:
+        names = _words(columns.names)
+        names.insert(draw(st.integers(0, len(names))), name + b"\0" * (8 - len(name) % 8))
+        columns.names = b"".join(names)
+
+    return mutate
 
 
 def _byte_in_name(byte: int) -> Mutation:
+    """Change a byte of a name, not the last one of it or of a word: that would be a shorter name, or two."""
+
     def mutate(columns: Columns, draw: st.DrawFn) -> None:
-        at = draw(st.integers(0, len(columns.names) - 1))
-        columns.names = columns.names[:at] + bytes([byte]) + columns.names[at + 1 :]
+        names = columns.names
+        inner = [i for i in range(len(names) - 1) if names[i] and names[i + 1] and i % 8 != 7]
+        at = draw(st.sampled_from(inner))
+        columns.names = names[:at] + bytes([byte]) + names[at + 1 :]
 
     return mutate
+
+
+def _cut_names(columns: Columns, draw: st.DrawFn) -> None:
+    columns.names = columns.names[: -draw(st.integers(1, 7))]
+
+
+def _no_end(columns: Columns, draw: st.DrawFn) -> None:
+    columns.names += b"unending"
 
 
 def _shorten(name: str) -> Mutation:
@@ -223,8 +245,11 @@ LARGE = st.sampled_from([1 << 20, 1 << 31, 1 << 62, BIG])
 OUTSIDE = st.one_of(NEGATIVE, LARGE)
 
 RULES: list[tuple[str, Mutation, type[Exception], str]] = [
-    ("name offsets are too few or too many", _shorten("name_offsets"), TableError, "name_offsets|name of"),
-    ("name offsets go back", _decrease_names, TableError, "name of"),
+    ("names are no whole words", _cut_names, TableError, "whole words"),
+    ("the last name has no end", _no_end, TableError, "does not end"),
+    ("there is a name too many", _insert_name(b"another"), TableError, "names has"),
+    ("a name is empty", _insert_name(b""), TableError, "name of 0 bytes"),
+    ("a name is too long", _insert_name(b"n" * 4097), TableError, "name of 4097 bytes"),
     ("a name holds NUL", _byte_in_name(0), TableError, "NUL"),
     ("a name is not UTF-8", _byte_in_name(0xFF), TableError, "UTF-8"),
     ("two tensors have one name", _duplicate_name, TableError, "twice"),
