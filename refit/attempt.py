@@ -119,12 +119,14 @@ class Attempt:
         clock.enter("discover")
 
         def ask(left_s: float) -> Manifest:
+            worker = r.worker(left_s)
+            left_s = min(left_s, self._deadline.remaining("discover"))
             return r.rendezvous.await_version(
                 r.model,
                 group=_party(r.group, self._only),
                 members=r.members,
                 member=r.member,
-                worker=r.worker(),
+                worker=worker,
                 want=version,
                 after=after,
                 lease_ttl_s=r.lease_ttl_s,
@@ -133,6 +135,8 @@ class Attempt:
                 timeout_s=left_s,
             )
 
+        # First, so that a policy that the service suggests is that of this very call.
+        r.retry.run(r.worker, RendezvousUnavailableError, self._deadline, "register", share=False)
         try:
             manifest = r.retry.run(ask, RendezvousUnavailableError, self._deadline, "discover", share=False)
         except AbortedError as error:
@@ -140,7 +144,7 @@ class Attempt:
         self._manifest = manifest
         self._keeper = LeaseKeeper(r.rendezvous, manifest.lease)
         if r.lease == "none":
-            self._keeper.release()
+            self._keeper.release(self._deadline.left_s)
             self._keeper = None
         return manifest
 
@@ -205,7 +209,7 @@ class Attempt:
 
     def _check_lease(self) -> None:
         if self._keeper is not None and self._manifest is not None:
-            self._keeper.check(self._manifest.version)
+            self._keeper.check(self._manifest.version, self._deadline)
 
     def _load(self, manifest: Manifest, planned: Planned) -> None:
         r = self._receiver
@@ -236,7 +240,7 @@ class Attempt:
         if self._receiver.one_shot:
             self._receiver.reader.links.close()
         if self._keeper is not None:
-            self._keeper.release()
+            self._keeper.release(self._deadline.left_s)
 
     def _say_no(self, error: BaseException) -> None:
         """Leave nothing behind: broken peers, poisoned memory, lease; and let the group abort."""
@@ -265,7 +269,8 @@ class Attempt:
     def abandon(self) -> None:
         """Release the lease, if it is still held."""
         if self._keeper is not None:
-            self._quietly(self._keeper.release)
+            keeper = self._keeper
+            self._quietly(lambda: keeper.release(self._deadline.left_s))
 
     def _resume(self) -> None:
         """Let the engine serve again, unless its weights are not to be trusted."""
@@ -397,7 +402,7 @@ class Attempt:
     def _quarantine(self, why: str) -> NoReturn:
         r = self._receiver
         if self._keeper is not None:
-            self._keeper.release()
+            self._keeper.release(self._deadline.left_s)
         if self.machine.stage is not RefitStage.ABORTING:
             self.machine.advance(RefitStage.ABORTING)
         self.machine.advance(RefitStage.QUARANTINED)

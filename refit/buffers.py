@@ -22,6 +22,7 @@ from reshard.refit.digests import DIGEST_BYTES, digest_many
 from reshard.refit.header import HEADER_BYTES, SeqLock
 
 if TYPE_CHECKING:
+    from reshard.rendezvous.types import VersionKey
     from reshard.transports import Transport
 
 __all__ = ["DATA", "DIGESTS", "HEADER", "PublishBuffer", "digest_region_bytes"]
@@ -68,7 +69,13 @@ class PublishBuffer:
         self.region_bases = np.array([base + data_at, base + _PAGE, base], np.uint64)
         self.region_bytes = np.array([data_bytes, digests, HEADER_BYTES], np.int64)
         self.uid = ""
-        """The version that the buffer holds, empty while it holds none."""
+        """The version that readers may find in the buffer; empty while there can be none."""
+        self.version: VersionKey | None = None
+        """What it is called."""
+
+    def hold(self, uid: str) -> None:
+        """Readers may come for this version from now on; for none where ``uid`` is empty."""
+        self.uid = uid
 
     def digest(self, grid: CellGrid) -> U64:
         """Digest every cell of the data into the digest region; returns uint64[n_cells, 2]."""

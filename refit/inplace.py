@@ -133,12 +133,16 @@ class InPlacePublisher:
         PublishError
             A version is being offered already: call `fence` first.
         RendezvousError
-            As `Publisher.publish`.
+            As `Publisher.publish`. Where the answer was lost the version may be out: nobody may write before `fence`
+            has returned, as if it had been published.
         """
+        self._offering.require_open()
         deadline = Deadline(timeout_s, f"publishing {self.model!r} ({epoch}, {step}) in place from slot {self.slot!r}")
+        version = VersionKey(self.model, epoch, step)
+        if self._uid and self._offering.again(version, deadline, self._hold):
+            return self._published(version)
         if self._uid:
             raise PublishError(f"slot {self.slot!r} offers version {self._uid} in place; fence it before the next one")
-        version = VersionKey(self.model, epoch, step)
         synchronize(self._tensors)
         root, roots = b"", {}
         if self._digests:
@@ -151,7 +155,7 @@ class InPlacePublisher:
             roots = {str(g): root_of(out[cells], key) for g, (cells, key) in self._groups.items()}
         self._counters = self._versions()
         self._seqlock.commit(epoch, step)
-        self._uid = self._offering.offer(
+        self._offering.offer(
             version,
             deadline,
             part=self._part,
@@ -163,7 +167,15 @@ class InPlacePublisher:
             roots=roots,
             empty=not any(t.n_elems for t in self._tensors),
             layout_epoch=layout_epoch,
+            hold=self._hold,
         )
+        return self._published(version)
+
+    def _hold(self, uid: str) -> None:
+        """Readers may come for this version from now on; for none where ``uid`` is empty."""
+        self._uid = uid
+
+    def _published(self, version: VersionKey) -> Published:
         return Published(version, self._uid, False, int(sum(v.size for v in self._views)), {})
 
     def retract(self, *, timeout_s: float) -> None:
@@ -183,6 +195,7 @@ class InPlacePublisher:
         """
         deadline = Deadline(timeout_s, f"fence of slot {self.slot!r}")
         if not self._uid:
+            self._seqlock.begin()
             return
         self._offering.end(self._uid, deadline)
         self._uid = ""
@@ -200,6 +213,7 @@ class InPlacePublisher:
         self._seqlock.begin()
         self._registration.close()
         self._digest_memory = np.zeros((0, 2), np.uint64)
+        self._allocation.close()
 
     def __enter__(self) -> Self:
         return self

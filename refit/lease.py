@@ -11,6 +11,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from reshard.refit.deadline import Deadline
 from reshard.refit.errors import TornReadError
 from reshard.rendezvous.errors import LeaseError, RendezvousError
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 __all__ = ["LeaseKeeper"]
+
+_GOODBYE_S = 5.0
 
 
 class LeaseKeeper:
@@ -47,13 +50,15 @@ class LeaseKeeper:
         with self._lock:
             return self._lease
 
-    def check(self, version: object) -> None:
+    def check(self, version: object, deadline: Deadline) -> None:
         """Renew once more, after the last read.
 
         Raises
         ------
         TornReadError
             If the lease had ended: the memory may have been overwritten since.
+        RendezvousError, RefitTimeoutError
+            The service does not answer, so that nobody knows.
         """
         lease = self.lease
         left = lease.remaining_s(time.monotonic(), margin_s=self._margin_s)
@@ -63,26 +68,33 @@ class LeaseKeeper:
                 f"margin {self._margin_s:g} s); what was read after that may have been overwritten"
             )
         try:
-            self._rendezvous.renew_lease(lease)
+            self._rendezvous.renew_lease(lease, timeout_s=deadline.remaining("renew the lease"))
         except LeaseError as error:
             raise TornReadError(f"the lease on {version} ended before the last read did: {error}") from error
 
-    def release(self) -> None:
-        """Stop renewing and release; idempotent. A service that is out of reach lets it expire."""
+    def release(self, left_s: float = _GOODBYE_S) -> None:
+        """Stop renewing and release; idempotent. A service that is out of reach lets it expire.
+
+        Parameters
+        ----------
+        left_s
+            Seconds that the caller has left. At most so many, and `_GOODBYE_S`, are spent here, but half a one even if
+            there are none.
+        """
         self._stop.set()
-        self._thread.join(timeout=5.0)
         if self._released:
             return
         self._released = True
         try:
-            self._rendezvous.release_lease(self.lease)
+            self._rendezvous.release_lease(self.lease, timeout_s=min(max(left_s, 0.5), _GOODBYE_S))
         except RendezvousError as error:
             logger.debug("releasing lease %s: %s", self.lease.id, error)
+        self._thread.join(timeout=min(max(left_s, 0.1), 1.0))
 
     def _renew(self) -> None:
         while not self._stop.wait(self.lease.ttl_s / 3):
             try:
-                renewed = self._rendezvous.renew_lease(self.lease)
+                renewed = self._rendezvous.renew_lease(self.lease, timeout_s=max(self.lease.ttl_s / 3, 0.1))
             except RendezvousError as error:
                 logger.debug("renewing lease %s: %s", self.lease.id, error)
                 continue

@@ -4,24 +4,33 @@ A link is good for one process life and one region table of its holder: a slot f
 another endpoint message, is dialled anew, and so is a peer that its transport reads from no more; the old peer is
 released first. A holder's name is claimed by the
 transport before it is dialled, so a holder that was never acquired is never released.
+
+Holders are dialled side by side, all tries of all of them within half of the time that is left: one that is silent
+costs neither the others their connections nor the refit the time to read from its replicas.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.refit.deadline import Deadline
-from reshard.refit.errors import RefitError
+from reshard.refit.errors import RefitError, RefitTimeoutError
 from reshard.refit.retry import RetryPolicy
-from reshard.transports.errors import PeerError, TransferTimeoutError
+from reshard.transports.errors import PeerError, TransferTimeoutError, TransportError
 
 if TYPE_CHECKING:
     from reshard.rendezvous.types import SlotRecord
     from reshard.transports.base import Peer, Transport
 
 __all__ = ["Links"]
+
+_SHARE = 0.5
+"""Share of the time left that dialling may take."""
+_DIALS = 8
+"""Holders dialled at once."""
 
 
 @dataclass(slots=True)
@@ -42,7 +51,7 @@ class Links:
 
     def __init__(self, transport: Transport, retry: RetryPolicy | None = None) -> None:
         self._transport = transport
-        self._retry = retry if retry is not None else RetryPolicy()
+        self.retry = retry if retry is not None else RetryPolicy()
         self._listeners: list[Callable[[], None]] = []
         self._links: dict[str, _Link] = {}
 
@@ -74,19 +83,22 @@ class Links:
         RefitError
             If a holder offers no endpoint for this transport.
         TransportError
-            If one cannot be reached; those connected before stay.
+            If some cannot be reached: the first one's error, with the state of each that was dialled in ``failures``.
+            All others are connected.
         """
-        wanted = {record.slot: record for record in records}
-        if exact:
-            self.release(name for name in tuple(self._links) if name not in wanted)
-        dialled: list[str] = []
-        for name, record in wanted.items():
-            endpoint = record.endpoints.get(self._transport.name)
-            if endpoint is None:
+        wanted: dict[str, tuple[SlotRecord, bytes]] = {}
+        for record in records:
+            offered = record.endpoints.get(self._transport.name)
+            if offered is None:
                 raise RefitError(
-                    f"holder {name!r} offers transports {sorted(record.endpoints)}, this receiver uses "
+                    f"holder {record.slot!r} offers transports {sorted(record.endpoints)}, this receiver uses "
                     f"{self._transport.name!r}"
                 )
+            wanted[record.slot] = (record, offered)
+        if exact:
+            self.release(name for name in tuple(self._links) if name not in wanted)
+        missing: list[tuple[str, SlotRecord, bytes]] = []
+        for name, (record, endpoint) in wanted.items():
             link = self._links.get(name)
             if link is not None:
                 # A healthy peer fails too if a read from it was abandoned, for instance because another one's failed.
@@ -94,18 +106,44 @@ class Links:
                 if well and link.worker_id == record.worker_id and link.endpoint == endpoint:
                     continue
                 self.release((name,))
-            peer = self._dial(name, endpoint, deadline)
-            self._links[name] = _Link(peer, record.worker_id, endpoint)
-            dialled.append(name)
-        return tuple(dialled)
+            missing.append((name, record, endpoint))
+        if not missing:
+            return ()
+        budget = Deadline(deadline.remaining("connect") * _SHARE, deadline.what)
+        with ThreadPoolExecutor(min(len(missing), _DIALS), thread_name_prefix="reshard-dial") as pool:
+            answers = list(pool.map(lambda row: self._dial(row[0], row[2], budget), missing))
+        failed: dict[str, TransportError] = {}
+        other: BaseException | None = None
+        for (name, record, endpoint), answer in zip(missing, answers, strict=True):
+            if isinstance(answer, TransportError):
+                failed[name] = answer
+            elif isinstance(answer, BaseException):
+                other = other if other is not None else answer
+            else:
+                self._links[name] = _Link(answer, record.worker_id, endpoint)
+        if other is not None:
+            raise other
+        if failed:
+            first = next(iter(failed.values()))
+            first.failures.update({name: f"failed: {error}" for name, error in failed.items()})
+            for name, _, _ in missing:
+                first.failures.setdefault(name, "done")
+            raise first
+        return tuple(name for name, _, _ in missing)
 
-    def _dial(self, name: str, endpoint: bytes, deadline: Deadline) -> Peer:
-        return self._retry.run(
-            lambda left_s: self._transport.connect(endpoint, timeout_s=left_s, name=name),
-            (PeerError, TransferTimeoutError),
-            deadline,
-            "connect",
-        )
+    def _dial(self, name: str, endpoint: bytes, budget: Deadline) -> Peer | BaseException:
+        """The peer, or what went wrong: no dial may lose what the others have come to."""
+        try:
+            return self.retry.run(
+                lambda left_s: self._transport.connect(endpoint, timeout_s=left_s, name=name),
+                (PeerError, TransferTimeoutError),
+                budget,
+                "connect",
+            )
+        except RefitTimeoutError as error:
+            return TransferTimeoutError(f"holder {name!r} was not reached: {error}", peer=name)
+        except BaseException as error:  # noqa: BLE001
+            return error
 
     def release(self, names: Iterable[str]) -> None:
         """Close some peers; names that are not connected are left alone."""

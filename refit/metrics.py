@@ -6,11 +6,14 @@ extra ``reshard[metrics]``. `enable` says which of the two to use; nothing is ob
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
 from reshard.planner.errors import require
 from reshard.refit.records import StagesRecord
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["disable", "enable", "observe_refit"]
 
@@ -46,9 +49,12 @@ def disable() -> None:
 
 
 def observe_refit(record: StagesRecord) -> None:
-    """Tell the observers of one refit."""
-    for observe in _OBSERVERS:
-        observe(record)
+    """Tell the observers of one refit; what one of them raises is logged, and changes nothing."""
+    for observe in tuple(_OBSERVERS):
+        try:
+            observe(record)
+        except Exception:
+            logger.exception("an observer of refits failed on %s", record.line())
 
 
 def _prometheus(registry: object) -> Callable[[StagesRecord], None]:

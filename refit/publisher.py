@@ -23,12 +23,13 @@ import numpy.typing as npt
 
 from reshard.planner import Holder
 from reshard.refit.buffers import DIGESTS, HEADER, PublishBuffer, digest_region_bytes
-from reshard.refit.deadline import Deadline
+from reshard.refit.deadline import Deadline, check_timeout
 from reshard.refit.digests import root_of
 from reshard.refit.errors import PublishError
 from reshard.refit.header import HEADER_BYTES
 from reshard.refit.hints import merge_hints
 from reshard.refit.layout import Cuts, PackedLayout, WireRule, build_layout, signature_of, synchronize
+from reshard.refit.names import names_of
 from reshard.refit.offering import Offering
 from reshard.refit.tensors import LocalTensor
 from reshard.rendezvous.types import VersionKey
@@ -123,7 +124,7 @@ class Publisher:
         self._offering = Offering(transport, rendezvous, model=model, slot=slot, slots=slots, host=host, ttl_s=ttl_s)
         self.model, self.slot, self.slots = model, slot, self._offering.slots
         self._transport, self._rendezvous = transport, rendezvous
-        self._rule = WireRule(wire_dtype, tuple(wire_dtype_exceptions))
+        self._rule = WireRule(wire_dtype, names_of(wire_dtype_exceptions, "wire_dtype_exceptions"))
         self._n_buffers, self._on_busy, self._digests = buffers, on_busy, digests
         self._aliases = dict(aliases or {})
         self._cut_hints = cut_hints
@@ -134,13 +135,13 @@ class Publisher:
         self._buffers: list[PublishBuffer] = []
         self._newest: PublishBuffer | None = None
 
-    def open_epoch(self, run_id: str) -> int:
+    def open_epoch(self, run_id: str, *, timeout_s: float = 30.0) -> int:
         """A new epoch for this run; the same for every publisher that gives the same ``run_id``."""
-        return self._rendezvous.open_epoch(self.model, run_id)
+        return self._rendezvous.open_epoch(self.model, run_id, timeout_s=check_timeout(timeout_s))
 
-    def newest_layout_epoch(self) -> int:
+    def newest_layout_epoch(self, *, timeout_s: float = 30.0) -> int:
         """The newest layout epoch of the receivers' cut hints; one rank asks and tells the others."""
-        return self._rendezvous.get_cuts(self.model).layout_epoch
+        return self._rendezvous.get_cuts(self.model, timeout_s=check_timeout(timeout_s)).layout_epoch
 
     def publish(
         self,
@@ -176,8 +177,11 @@ class Publisher:
         FenceTimeoutError
             The buffer to overwrite was being read until the deadline.
         RendezvousError
-            The other publishers disagree, a step goes back, or the service is out of reach.
+            The other publishers disagree, a step goes back, or the service is out of reach. Where its answer was
+            lost the version may be out: its buffer counts as read. Publishing the same version again asks for the
+            answer and copies nothing; the next version is fenced like any other.
         """
+        self._offering.require_open()
         deadline = Deadline(timeout_s, f"publishing {self.model!r} ({epoch}, {step}) from slot {self.slot!r}")
         version = VersionKey(self.model, epoch, step)
         given = list(tensors)
@@ -196,6 +200,11 @@ class Publisher:
             stages[stage] = now - clock
             clock = now
 
+        held = self._unanswered(version)
+        if held is not None and self._offering.again(version, deadline, held.hold):
+            self._newest = held
+            lap("publish")
+            return Published(version, held.uid, False, int(held.data.nbytes), stages)
         if cuts is None and self._cut_hints:
             cuts = self._cuts_of(layout_epoch, deadline)
         layout = self._lay_out(given, cuts, deadline)
@@ -217,7 +226,8 @@ class Publisher:
             self._check_aliases(layout, digests)
         lap("digest")
         buffer.seqlock.commit(epoch, step)
-        buffer.uid = self._offering.offer(
+        buffer.version = version
+        self._offering.offer(
             version,
             deadline,
             part=layout.part,
@@ -229,6 +239,7 @@ class Publisher:
             roots=roots,
             empty=empty,
             layout_epoch=layout_epoch,
+            hold=buffer.hold,
         )
         self._newest = buffer
         lap("publish")
@@ -236,7 +247,10 @@ class Publisher:
         return Published(version, buffer.uid, False, layout.data_bytes, stages)
 
     def close(self) -> None:
-        """Leave the rendezvous and free the buffers. Readers that still hold a lease will notice. Idempotent."""
+        """Leave the rendezvous and free the buffers. Readers that still hold a lease will notice. Idempotent.
+
+        Nothing can be published afterwards.
+        """
         self._offering.close()
         self._drop_buffers()
 
@@ -280,11 +294,15 @@ class Publisher:
         if len(self._buffers) > 1 and choice is self._newest:
             choice = self._buffers[1]
         if choice.uid:
-            if self._on_busy == "skip" and self._offering.is_leased(choice.uid):
+            if self._on_busy == "skip" and self._offering.is_leased(choice.uid, deadline):
                 logger.info("slot %s: version %s is still being read; skipping", self.slot, choice.uid)
                 return None
             self._end(choice, deadline)
         return choice
+
+    def _unanswered(self, version: VersionKey) -> PublishBuffer | None:
+        """The buffer that holds ``version`` already, because publishing it failed after it was sent."""
+        return next((b for b in self._buffers if b.uid and b.version == version), None)
 
     def _end(self, buffer: PublishBuffer, deadline: Deadline) -> None:
         """End the version in ``buffer``."""

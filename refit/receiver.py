@@ -30,12 +30,13 @@ from reshard.refit.attempt import Attempt
 from reshard.refit.clock import StageClock
 from reshard.refit.deadline import Deadline, check_timeout
 from reshard.refit.engine import Engine, StreamEngine
-from reshard.refit.errors import InDoubtError, QuarantinedError, RefitError
+from reshard.refit.errors import InDoubtError, QuarantinedError, RefitError, RefitTimeoutError
+from reshard.refit.names import names_of
 from reshard.refit.planning import Gate
 from reshard.refit.reader import Reader
 from reshard.refit.records import StagesRecord
 from reshard.refit.report import RefitReport
-from reshard.refit.retry import RetryPolicy
+from reshard.refit.retry import RetryPolicy, policy_of
 from reshard.refit.verify import Mode
 from reshard.refit.workbench import BenchSettings, InstallMode, Workbench
 from reshard.rendezvous.types import VersionKey, WorkerInfo
@@ -85,7 +86,8 @@ class Receiver:
     lease_ttl_s, transaction_timeout_s
         Asked of the service. A transaction never lives longer than four fifths of the time that the call has left.
     retry
-        How often a holder is dialled and the rendezvous is asked, under the call's deadline.
+        How often a holder is dialled and the rendezvous is asked, under the call's deadline. If None the environment's
+        ``RESHARD_RETRY_*``, else what the rendezvous suggests, else `RetryPolicy()`.
     stall_s
         Longest wait for one wave before its silent holders are given up for their replicas; the deadline alone if None.
     on_allocate
@@ -125,8 +127,10 @@ class Receiver:
         retry: RetryPolicy | None = None,
         stall_s: float | None = None,
     ) -> None:
-        if member not in members or len(set(members)) != len(members):
-            raise RefitError(f"member {member!r} must be one of the distinct members {list(members)}")
+        self.members = names_of(members, "members")
+        self.allow_unconsumed = names_of(allow_unconsumed, "allow_unconsumed")
+        if member not in self.members or len(set(self.members)) != len(self.members):
+            raise RefitError(f"member {member!r} must be one of the distinct members {list(self.members)}")
         if verify not in ("off", "sample", "full"):
             raise ValueError(f"verify={verify!r}: expected 'off', 'sample' or 'full'")
         mode: InstallMode = install if install is not None else preferred_mode(engine)
@@ -135,19 +139,18 @@ class Receiver:
         if mode == "stream" and not isinstance(engine, StreamEngine):
             raise RefitError(f"{type(engine).__name__} cannot be written in place: it is no StreamEngine")
         self.model, self.group, self.member = model, group, member
-        self.members = tuple(members)
         self.rank = self.members.index(member)
         self.engine = engine
         self.transport, self.rendezvous = transport, rendezvous
         self._host = host or socket.gethostname()
         self.options = options if options is not None else PlanOptions(receiver_host=self._host)
-        self.allow_unconsumed = tuple(allow_unconsumed)
         self.install_mode: InstallMode = mode
         self.lease = lease
         self.verify: Mode = verify
         self.require_verified = require_verified
         self.lease_ttl_s, self.transaction_timeout_s = lease_ttl_s, transaction_timeout_s
-        self.retry = retry if retry is not None else RetryPolicy()
+        self._retry = retry
+        self.retry = retry if retry is not None else policy_of(settings.retry(), None)
         self.stall_s = check_timeout(stall_s, "stall_s") if stall_s is not None else None
         self.reader = Reader(
             transport, swaps=bool(getattr(engine, "swaps", False)), on_allocate=on_allocate, retry=self.retry
@@ -229,6 +232,7 @@ class Receiver:
         one_shot: bool,
     ) -> RefitReport:
         deadline = Deadline(timeout_s, f"refit of member {self.member!r} of group {self.group!r}")
+        only = names_of(only, "only")
         if not self._busy.acquire(blocking=False):
             raise RefitError(f"member {self.member!r} is refitting already")
         try:
@@ -238,9 +242,7 @@ class Receiver:
             if self._doubt is not None:
                 self._settle(deadline)
             self.one_shot = one_shot
-            attempt = Attempt(
-                self, StageClock(self._on_stage), deadline, tuple(only), settings.debug_sentinel(self._sentinel)
-            )
+            attempt = Attempt(self, StageClock(self._on_stage), deadline, only, settings.debug_sentinel(self._sentinel))
             try:
                 return attempt.run(version, after)
             finally:
@@ -284,11 +286,20 @@ class Receiver:
         ------
         InDoubtError
             If it still cannot be learnt.
+        RefitTimeoutError
+            If a refit in another thread outlives the deadline.
         """
-        with self._busy:
+        deadline = Deadline(timeout_s, f"resolving member {self.member!r}")
+        if not self._busy.acquire(timeout=deadline.timeout_s):
+            raise RefitTimeoutError(
+                f"{deadline.what}: a refit in another thread was still under way after {deadline.timeout_s:g} s"
+            )
+        try:
             if self._doubt is not None:
-                self._settle(Deadline(timeout_s, f"resolving member {self.member!r}"))
+                self._settle(deadline)
             return self.state
+        finally:
+            self._busy.release()
 
     def check_serving(self) -> VersionKey:
         """The version served.
@@ -343,15 +354,18 @@ class Receiver:
             if self._on_state is not None:
                 self._on_state(state)
 
-    def worker(self) -> Worker:
-        """The registration of this process at the rendezvous, renewed if it was lost."""
+    def worker(self, left_s: float = 30.0) -> Worker:
+        """The registration of this process at the rendezvous, renewed within ``left_s`` seconds if it was lost."""
         if self._worker is None or self._worker.lost:
             info = WorkerInfo("receiver", self.model, self._host, self.member, {})
-            self._worker = self.rendezvous.register(info, ttl_s=self._worker_ttl_s)
+            self._worker = self.rendezvous.register(info, ttl_s=self._worker_ttl_s, timeout_s=left_s)
+            if self._retry is None:
+                self.retry = policy_of(settings.retry(), getattr(self._worker, "retry_hint", None))
+                self.reader.links.retry = self.retry
         return self._worker
 
     def observe(self, record: StagesRecord) -> None:
-        """Count a refit in the metrics, where they are installed."""
+        """Count a refit in the metrics, where they are installed; one that fails does not fail the refit."""
         metrics.observe_refit(record)
 
     def restore_state(self) -> None:

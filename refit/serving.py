@@ -29,6 +29,7 @@ from reshard.refit.errors import PublishError
 from reshard.refit.header import HEADER_BYTES, SeqLock
 from reshard.refit.offering import Offering
 from reshard.refit.publisher import Published
+from reshard.rendezvous.types import VersionKey
 
 if TYPE_CHECKING:
     from reshard.planner import Plan
@@ -116,12 +117,14 @@ class ServeOn:
             host=receiver.options.receiver_host,
         )
         self._uid = ""
+        self._key: VersionKey | None = None
+        self._n_bytes = 0
         self._arena: Arena | None = None
         self._meta: Arena | None = None
         receiver.bench.on_overwrite = self._overwrite
 
     def publish(self, *, timeout_s: float) -> Published:
-        """Offer the version that is served now.
+        """Offer the version that is served now; where it is offered already, nothing is done again.
 
         Raises
         ------
@@ -131,7 +134,12 @@ class ServeOn:
         """
         r = self._receiver
         deadline = Deadline(timeout_s, f"serving on from member {r.member!r}")
+        self._offering.require_open()
         version, planned, arena = r.check_serving(), r.bench.planned, r.reader.served
+        key = VersionKey(self.model, version.epoch, version.step)
+        if self._uid and key == self._key:
+            self._offering.again(key, deadline, self._hold)
+            return Published(key, self._uid, False, self._n_bytes, {})
         if not getattr(r.engine, "keeps_load_layout", True):
             raise PublishError(
                 f"member {r.member!r}: {type(r.engine).__name__} turns weights into kernel layouts when it "
@@ -160,9 +168,10 @@ class ServeOn:
         digests = meta.buffers["digests"].view("<u8").reshape(-1, 2)[: len(grid)]
         digest_many(arena.memory, grid.offset_bytes, grid.nbytes, grid.tags, digests)
         SeqLock(meta.buffers["header"]).commit(version.epoch, version.step)
-        key = type(version)(self.model, version.epoch, version.step)
+        self._arena, self._meta = arena, meta
+        self._key, self._n_bytes = key, int(grid.nbytes.sum())
         try:
-            self._uid = self._offering.offer(
+            self._offering.offer(
                 key,
                 deadline,
                 part=part,
@@ -172,12 +181,18 @@ class ServeOn:
                 digest_region=2,
                 digest_root=root_of(digests),
                 empty=not shards,
+                hold=self._hold,
             )
         except BaseException:
-            meta.close()
+            if not self._uid:  # else it may be out: only a fence frees what readers may be reading
+                self._arena = self._meta = None
+                meta.close()
             raise
-        self._arena, self._meta = arena, meta
-        return Published(key, self._uid, False, int(grid.nbytes.sum()), {})
+        return Published(key, self._uid, False, self._n_bytes, {})
+
+    def _hold(self, uid: str) -> None:
+        """Readers may come for this version from now on; for none where ``uid`` is empty."""
+        self._uid = uid
 
     def fence(self, *, timeout_s: float) -> None:
         """End the offer: no new readers, and wait for the present ones."""

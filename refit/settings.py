@@ -7,6 +7,11 @@
 | `RESHARD_MIN_GBPS` | rate in Gb/s under which `REFIT_SLOW_THROUGHPUT` is logged; 0 is off | 0 |
 | `RESHARD_MAX_GBPS` | rate in Gb/s over which a refit is refused as impossible; 0 is off | 0 |
 | `RESHARD_DEBUG_SENTINEL` | 1 fills destinations with 0xA5 before each read | off |
+| `RESHARD_RETRY_ATTEMPTS` | tries of a dial or a question, in all | what the rendezvous suggests, else 3 |
+| `RESHARD_RETRY_BACKOFF_S` | pause before the second try, seconds | likewise, else 0.05 |
+| `RESHARD_RETRY_FACTOR` | what the pause grows by | likewise, else 2 |
+| `RESHARD_RETRY_MAX_BACKOFF_S` | where the pause stops growing, seconds | likewise, else 2 |
+| `RESHARD_RETRY_DEADLINE_S` | no try begins later than this, seconds; 0 is the call's own deadline | likewise, else 0 |
 """
 
 from __future__ import annotations
@@ -14,10 +19,19 @@ from __future__ import annotations
 import logging
 import math
 import os
+from dataclasses import dataclass
 
 logger = logging.getLogger("reshard.refit")
 
-__all__ = ["coverage_floor", "debug_sentinel", "max_gbps", "min_gbps", "require_full_coverage"]
+__all__ = [
+    "RetrySettings",
+    "coverage_floor",
+    "debug_sentinel",
+    "max_gbps",
+    "min_gbps",
+    "require_full_coverage",
+    "retry",
+]
 
 _TRUE = frozenset(("1", "true", "yes", "on"))
 _FALSE = frozenset(("", "0", "false", "no", "off"))
@@ -89,3 +103,47 @@ def min_gbps() -> float:
 def max_gbps() -> float:
     """Throughput ceiling in Gb/s; 0 is off."""
     return _rate("RESHARD_MAX_GBPS")
+
+
+@dataclass(frozen=True, slots=True)
+class RetrySettings:
+    """The retry policy as far as the environment says it; None where it says nothing."""
+
+    attempts: int | None = None
+    backoff_s: float | None = None
+    factor: float | None = None
+    max_backoff_s: float | None = None
+    deadline_s: float | None = None
+
+
+def retry() -> RetrySettings:
+    """What ``RESHARD_RETRY_*`` say.
+
+    Raises
+    ------
+    ValueError
+        For what is no number, or out of range, naming the variable.
+    """
+    attempts = _number("RESHARD_RETRY_ATTEMPTS", 1.0)
+    if attempts is not None and attempts != int(attempts):
+        raise ValueError(f"RESHARD_RETRY_ATTEMPTS={attempts:g}: expected a whole number of at least 1")
+    return RetrySettings(
+        int(attempts) if attempts is not None else None,
+        _number("RESHARD_RETRY_BACKOFF_S", 0.0),
+        _number("RESHARD_RETRY_FACTOR", 1.0),
+        _number("RESHARD_RETRY_MAX_BACKOFF_S", 0.0),
+        _number("RESHARD_RETRY_DEADLINE_S", 0.0),
+    )
+
+
+def _number(name: str, least: float) -> float | None:
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value < least:
+        raise ValueError(f"{name}={text!r}: expected a finite number of at least {least:g}")
+    return value

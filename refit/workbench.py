@@ -41,6 +41,8 @@ __all__ = ["BenchSettings", "InstallMode", "Workbench"]
 U8 = npt.NDArray[np.uint8]
 InstallMode = Literal["shadow", "stream"]
 _QUARANTINE_S = 10.0
+_HINTS_S = 2.0
+"""Cut hints are an offer; a service that does not answer must not cost the refit its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,7 @@ class Workbench:
                 cuts([[captured.reads]]),
                 group=self.settings.group,
                 member=self.settings.member,
-                timeout_s=deadline.remaining("put cut hints"),
+                timeout_s=min(deadline.remaining("put cut hints"), _HINTS_S),
             )
         except RendezvousError as error:
             logger.info("member %s could not leave its cut hints: %s", self.settings.member, error)

@@ -24,6 +24,7 @@ from reshard.refit.capture import record
 from reshard.refit.engine import Captured, EngineParameter
 from reshard.refit.engines.places import Place, places_of, signature_of, torch_dtype
 from reshard.refit.errors import RefitError, UnsupportedLoaderError
+from reshard.refit.names import names_of
 from reshard.refit.recording import Recording, Write
 from reshard.refit.redirect import run_redirected
 from reshard.refit.tensors import SourceTensor
@@ -80,7 +81,7 @@ class LoaderEngine:
         self.model = model
         self._loader: Loader = loader
         self._commit = commit
-        self._allow = tuple(allow_unattributed)
+        self._allow = names_of(allow_unattributed, "allow_unattributed")
         self._on_pause, self._on_resume = on_pause, on_resume
         self._shown: dict[str, SourceTensor] = {}
 

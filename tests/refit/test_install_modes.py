@@ -206,23 +206,28 @@ def test_staging_stays_under_its_budget() -> None:
         assert report.certificate.written_bytes == sum(engine[n].nbytes for n in model)
 
 
+class Watched:
+    """A client that writes down when leases are released."""
+
+    def __init__(self, inner: object, order: list[str]) -> None:
+        self._inner, self._order = inner, order
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def release_lease(self, lease: object, *, timeout_s: float) -> None:
+        self._order.append("lease")
+        self._inner.release_lease(lease, timeout_s=timeout_s)  # type: ignore[attr-defined]
+
+
 def test_load_leaves_no_peer_registration_or_lease() -> None:
     with tp_cluster() as cluster:
         cluster.publish(0, weights(0))
         order: list[str] = []
         receiver = cluster.receivers[0]
-        close, release = receiver.reader.links.close, receiver.rendezvous.release_lease
+        close = receiver.reader.links.close
         receiver.reader.links.close = lambda: (order.append("peers"), close())  # type: ignore[method-assign]
-
-        class Watched:
-            def __getattr__(self, name: str) -> object:
-                return getattr(cluster.rendezvous, name)
-
-            def release_lease(self, lease: object) -> None:
-                order.append("lease")
-                release(lease)  # type: ignore[arg-type]
-
-        receiver.rendezvous = Watched()  # type: ignore[assignment]
+        receiver.rendezvous = Watched(cluster.rendezvous, order)  # type: ignore[assignment]
         other = threading.Thread(target=lambda: cluster.receivers[1].load(0, timeout_s=TIMEOUT_S))
         other.start()
         report = receiver.load(0, timeout_s=TIMEOUT_S)
@@ -232,6 +237,34 @@ def test_load_leaves_no_peer_registration_or_lease() -> None:
         assert all(len(r.reader.links) == 0 for r in cluster.receivers)
         assert all(holds(cluster.engines[r], weights(0), r) for r in range(2))  # type: ignore[arg-type]
         assert not cluster.leftovers()
+
+
+@pytest.mark.parametrize("stage", ["certify", "allocate", "read", "verify"])
+@pytest.mark.parametrize("one_shot", [True, False])
+def test_a_failure_releases_peers_before_the_lease(stage: str, one_shot: bool) -> None:
+    """Whatever failed: nobody may read under a lease that is gone."""
+    engine = ArrayEngine({"q": np.zeros((8, 16), np.float32)})
+    with Cluster(2, engines=[engine]) as cluster:
+        cluster.publish(0, {"q": weights(0)["q"]})
+        order: list[str] = []
+        receiver = cluster.receivers[0]
+        release = receiver.reader.links.release
+        receiver.reader.links.release = lambda names: (order.append("peers"), release(names))  # type: ignore[method-assign]
+        receiver.rendezvous = Watched(cluster.rendezvous, order)  # type: ignore[assignment]
+
+        def fail(name: str) -> None:
+            if name == stage:
+                order.clear()
+                raise MemoryError(f"at {stage}")
+
+        receiver._on_stage = fail
+        with pytest.raises(MemoryError, match=f"at {stage}"):
+            (receiver.load if one_shot else receiver.refit)(0, timeout_s=TIMEOUT_S)
+        assert "peers" in order[: order.index("lease")]
+        assert order.count("lease") == 1
+        assert not cluster.leftovers()
+        if one_shot:
+            assert len(receiver.reader.links) == 0
 
 
 def test_a_failed_load_leaves_nothing_either() -> None:
