@@ -1,7 +1,7 @@
 """What does an engine's own loader do with each published tensor? Run it on nothing and write down the answer.
 
-`record` calls a loader with traced tensors (`reshard.refit.trace`) under a dispatch mode that sees every torch
-operation:
+`record` takes a quick look first (`reshard.refit.quickpass`), which is enough for loaders that only copy views. Any
+other loader it calls with traced tensors (`reshard.refit.trace`) under a dispatch mode that sees every torch operation:
 
 1. views of traced tensors stay views; copies of them become virtual storages;
 2. a copy into a destination (a view of a known parameter) is a `Write` of kind ``copy``; filling one is a
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from reshard.refit.errors import UnattributedWriteError
+from reshard.refit.quickpass import look
 from reshard.refit.recorder import recorder_type
 from reshard.refit.recording import Destination, Recording
 from reshard.refit.trace import trace
@@ -43,7 +44,7 @@ def record(
     Parameters
     ----------
     loader
-        Called once with an iterable of (name, tensor).
+        Called with an iterable of (name, tensor), up to three times.
     manifest
         Name, dtype and global shape of each published tensor, in the order the loader shall see them.
     destinations
@@ -58,10 +59,12 @@ def record(
     UnattributedWriteError
         A source was written into memory that is no view of a destination and never reached one.
     """
-    recording = Recording()
-    mode = recorder_type()(recording, destinations)
-    with mode:
-        loader(_handed(recording, manifest))
+    seen = look(loader, manifest, destinations)
+    if seen is not None:
+        recording, unwritten = seen
+        if not unwritten or _ignores(loader, [manifest[i] for i in unwritten], destinations):
+            return recording
+    recording = _followed(loader, manifest, destinations)
     reached: set[str] = set()
     for write in recording.writes:
         reached |= {r.source for r in write.reads} | write.taint
@@ -76,6 +79,31 @@ def record(
             source=name,
         )
     return recording
+
+
+def _followed(
+    loader: Callable[[Iterable[tuple[str, torch.Tensor]]], object],
+    manifest: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
+    destinations: Sequence[Destination],
+) -> Recording:
+    """What the recorder sees."""
+    recording = Recording()
+    with recorder_type()(recording, destinations):
+        loader(_handed(recording, manifest))
+    return recording
+
+
+def _ignores(
+    loader: Callable[[Iterable[tuple[str, torch.Tensor]]], object],
+    manifest: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
+    destinations: Sequence[Destination],
+) -> bool:
+    """Whether the recorder, too, sees nothing done with these sources (such as experts of other ranks)."""
+    try:
+        recording = _followed(loader, manifest, destinations)
+    except Exception:  # noqa: BLE001 - not without the others: the whole is followed then
+        return False
+    return not (recording.writes or recording.mutated or recording.scratch)
 
 
 def _handed(

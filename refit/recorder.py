@@ -12,8 +12,8 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from reshard.planner.errors import require
-from reshard.refit.errors import UnattributedWriteError, UnsupportedLoaderError
-from reshard.refit.recording import PARAM, Destination, Recording, Write, storage_key
+from reshard.refit.errors import UnsupportedLoaderError
+from reshard.refit.recording import PARAM, Destination, Recording, Write, element_bytes, place_of, storage_key
 from reshard.refit.trace import Origin, Piece, Storage, Strided, meta_of, origin_of, resolve, traced, traced_type
 
 if TYPE_CHECKING:
@@ -102,26 +102,7 @@ def recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractCont
             if isinstance(tensor, made):
                 return None
             known = self.by_storage.get(storage_key(tensor))
-            if known is None or tensor.numel() == 0:
-                return None
-            item = tensor.element_size()
-            first = tensor.storage_offset() * item
-            reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) * item + item
-            for d in known:
-                if d.first_byte <= first and first + reach <= d.first_byte + d.nbytes:
-                    if item != d.item_bytes or (first - d.first_byte) % item:
-                        raise UnsupportedLoaderError(
-                            f"the loader wrote parameter {d.name!r} through a view with {item} bytes an element; "
-                            f"its own has {d.item_bytes}"
-                        )
-                    view = Strided((first - d.first_byte) // item, tuple(tensor.shape), tuple(tensor.stride()))
-                    return d, view
-            overlapping = [d.name for d in known if first < d.first_byte + d.nbytes and d.first_byte < first + reach]
-            if overlapping:
-                raise UnattributedWriteError(
-                    f"the loader used a view that spans parameters {', '.join(map(repr, overlapping))} at once"
-                )
-            return None
+            return place_of(known, tensor) if known is not None else None
 
         def origin(self, tensor: torch.Tensor) -> Origin | None:
             """Where the values of ``tensor`` come from; None for a plain tensor with real values."""
@@ -269,7 +250,7 @@ def recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractCont
                     return
             elif func in fills and source is None:
                 number = value if isinstance(value, int | float | torch.Tensor) else 0
-                element = self.element(0 if func is aten.zero_.default else number, target)
+                element = element_bytes(0 if func is aten.zero_.default else number, target.dtype)
                 self.recording.writes.append(Write(order, "constant", destination.name, view, value=element))
                 return
             taint = inputs | (source.names if source is not None else frozenset())
@@ -373,11 +354,5 @@ def recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractCont
                 return None
             rows = raw.view(torch.uint8).view(raw.numel(), -1)
             return bytes(rows[0].numpy().tobytes()) if bool((rows == rows[0]).all()) else None
-
-        @staticmethod
-        def element(value: float | torch.Tensor, target: torch.Tensor) -> bytes:
-            one = torch.empty((1,), dtype=target.dtype)
-            one.fill_(value)
-            return bytes(one.view(torch.uint8).numpy().tobytes())
 
     return Recorder

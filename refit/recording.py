@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from reshard.refit.errors import UnattributedWriteError, UnsupportedLoaderError
 from reshard.refit.trace import AlignedRead, Strided
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PARAM", "Destination", "Recording", "Write", "storage_key"]
+__all__ = ["PARAM", "Destination", "Recording", "Write", "element_bytes", "place_of", "storage_key"]
 
 PARAM = "param:"
 """Prefix of a destination's name in a taint."""
@@ -31,6 +33,50 @@ class Destination:
     first_byte: int
     nbytes: int
     item_bytes: int
+    dtype: torch.dtype
+
+
+def place_of(known: Sequence[Destination], tensor: torch.Tensor) -> tuple[Destination, Strided] | None:
+    """The one of ``known``, destinations in the storage of ``tensor``, that holds it, and the view of it that it is.
+
+    Raises
+    ------
+    UnsupportedLoaderError
+        It is a view with another element size.
+    UnattributedWriteError
+        It lies in several of them.
+    """
+    if tensor.numel() == 0:
+        return None
+    item, first = tensor.element_size(), int(tensor.storage_offset())
+    sizes, strides = tuple(tensor.shape), tensor.stride()
+    reach = 1
+    for n, s in zip(sizes, strides, strict=True):
+        reach += (n - 1) * s
+    start, stop = first * item, (first + reach) * item
+    for d in known:
+        if d.first_byte <= start and stop <= d.first_byte + d.nbytes:
+            if item != d.item_bytes or (start - d.first_byte) % item:
+                raise UnsupportedLoaderError(
+                    f"the loader wrote parameter {d.name!r} through a view with {item} bytes an element; its own has "
+                    f"{d.item_bytes}"
+                )
+            return d, Strided(first - d.first_byte // item, sizes, strides)
+    overlapping = [d.name for d in known if start < d.first_byte + d.nbytes and d.first_byte < stop]
+    if overlapping:
+        raise UnattributedWriteError(
+            f"the loader used a view that spans parameters {', '.join(map(repr, overlapping))} at once"
+        )
+    return None
+
+
+def element_bytes(value: float | torch.Tensor, dtype: torch.dtype) -> bytes:
+    """One element of ``dtype`` with that value, as it lies in memory."""
+    import torch
+
+    one = torch.empty((1,), dtype=dtype)
+    one.fill_(value)
+    return bytes(one.view(torch.uint8).numpy().tobytes())
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,21 +13,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
 from reshard.planner import Buffer
 from reshard.planner.dtypes import BY_LABEL
 from reshard.planner.errors import require
+from reshard.refit.devices import tensor_of
 from reshard.refit.errors import RefitError
 from reshard.refit.recording import Destination, storage_key
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Place", "label_of", "physical_order", "places_of", "signature_of", "torch_dtype"]
+    from reshard.refit.devices import Memory
 
-U8 = npt.NDArray[np.uint8]
+__all__ = ["Place", "label_of", "physical_order", "places_of", "signature_of", "torch_dtype"]
 
 
 def label_of(dtype: torch.dtype) -> str:
@@ -102,23 +100,22 @@ class Place:
         """What capture recognises it by."""
         t = self.tensor
         item = t.element_size()
-        return Destination(self.name, storage_key(t), int(t.storage_offset()) * item, self.nbytes, item)
+        return Destination(self.name, storage_key(t), int(t.storage_offset()) * item, self.nbytes, item, t.dtype)
 
     def destinations(self) -> list[Destination]:
         """`destination` of each of its tensors, for a place whose tensors lie in storages of their own (meta)."""
         item = self.tensor.element_size()
         return [
-            Destination(self.name, key, first, self.nbytes, item)
+            Destination(self.name, key, first, self.nbytes, item, self.tensor.dtype)
             for key, first in dict.fromkeys((storage_key(t), int(t.storage_offset()) * item) for t in self.tensors)
         ]
 
-    def view_of(self, raw: U8, like: torch.Tensor | None = None) -> torch.Tensor:
+    def view_of(self, raw: Memory, like: torch.Tensor | None = None) -> torch.Tensor:
         """``raw`` (its destination buffer's bytes) shown with the shape and strides of one of its tensors."""
         require("torch", extra="torch")
-        import torch
 
         shown = self.tensor if like is None else like
-        flat: torch.Tensor = torch.from_numpy(raw).view(shown.dtype)
+        flat: torch.Tensor = tensor_of(raw).view(shown.dtype)
         return flat.as_strided(shown.shape, shown.stride())
 
 
