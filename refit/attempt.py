@@ -216,7 +216,7 @@ class Attempt:
         shadow = r.reader.shadow()
         r.bench.about_to_overwrite(shadow, self._deadline)
         if self._sentinel:
-            fill_sentinel(shadow.buffers)
+            fill_sentinel(r.reader.device, shadow.buffers)
         r.bench.seed(planned, shadow.buffers, quarantined=r.state == "quarantined")
         self._account.loaded = read_plan(
             self._reading(manifest),
@@ -354,7 +354,7 @@ class Attempt:
         r = self._receiver
         for part in r.bench.stream_parts():
             if self._sentinel:
-                fill_sentinel(part.buffers)
+                fill_sentinel(r.reader.device, part.buffers)
             part.seed(r.bench.stream_engine())
             loaded = read_plan(
                 self._reading(manifest),

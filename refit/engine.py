@@ -14,16 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-import numpy as np
-
 from reshard.refit.tensors import SourceTensor
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from reshard.planner import ReadTable
-
-    Bytes = NDArray[np.uint8]
+    from reshard.refit.devices import Memory
 
 __all__ = ["Captured", "Engine", "EngineParameter", "StreamEngine", "Unsupported"]
 
@@ -93,15 +88,15 @@ class Engine(Protocol):
         """Changes when a destination was reallocated, reshaped or retyped by anyone but `install`."""
         ...
 
-    def read_live(self, name: str, into: Bytes) -> None:
+    def read_live(self, name: str, into: Memory) -> None:
         """Copy the live bytes of parameter ``name`` into ``into`` (for parameters that a refit writes in part)."""
         ...
 
-    def load_materialised(self, sources: Mapping[str, Bytes], buffers: Mapping[str, Bytes]) -> None:
+    def load_materialised(self, sources: Mapping[str, Memory], buffers: Mapping[str, Memory]) -> None:
         """Run the loader on staged sources (``name -> row-major bytes``), writing only ``buffers``."""
         ...
 
-    def install(self, buffers: Mapping[str, Bytes]) -> None:
+    def install(self, buffers: Mapping[str, Memory]) -> None:
         """Make ``buffers`` the live weights. Called after the group decided COMMIT; may keep them (swap) or copy."""
         ...
 
@@ -118,6 +113,6 @@ class StreamEngine(Engine, Protocol):
         """Serve again; called after SERVE, and after a refit that touched nothing. Idempotent."""
         ...
 
-    def write_live(self, buffers: Mapping[str, Bytes]) -> None:
+    def write_live(self, buffers: Mapping[str, Memory]) -> None:
         """Copy whole parameters into the live weights."""
         ...

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,13 +66,16 @@ class SeqLock:
     Parameters
     ----------
     memory
-        uint8 of shape (64,), contiguous, inside registered memory.
+        uint8 of shape (64,), contiguous: inside registered memory, or a copy of it on the host.
+    written
+        Called after each change of ``memory``; takes it to where readers look, if that is elsewhere.
     """
 
-    def __init__(self, memory: npt.NDArray[np.uint8]) -> None:
+    def __init__(self, memory: npt.NDArray[np.uint8], written: Callable[[], None] = lambda: None) -> None:
         if memory.shape != (HEADER_BYTES,) or not memory.flags.c_contiguous:
             raise ValueError(f"a header takes {HEADER_BYTES} contiguous bytes, got shape {memory.shape}")
-        self._memory = memory
+        self.memory = memory
+        self._written = written
         self.sequence = 0
 
     def begin(self) -> None:
@@ -88,4 +92,5 @@ class SeqLock:
     def _write(self, epoch: int, step: int) -> None:
         body = _BODY.pack(_MAGIC, self.sequence, epoch, step)
         raw = (body + _SUM.pack(zlib.crc32(body))).ljust(HEADER_BYTES, b"\0")
-        self._memory[:] = np.frombuffer(raw, np.uint8)
+        self.memory[:] = np.frombuffer(raw, np.uint8)
+        self._written()

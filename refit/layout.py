@@ -26,12 +26,15 @@ from reshard.planner.convert import cast, storage_dtype
 from reshard.planner.dtypes import dtype as parse_dtype
 from reshard.planner.errors import require
 from reshard.refit.cells import CellGrid, row_box, rows_root_key
+from reshard.refit.devices import tensor_of
 from reshard.refit.digests import root_of
 from reshard.refit.errors import PublishError
 from reshard.refit.tensors import LocalTensor, is_torch
 
 if TYPE_CHECKING:
     import torch
+
+    from reshard.refit.devices import Memory
 
 __all__ = ["ALIGN_BYTES", "Cuts", "PackedLayout", "WireRule", "build_layout", "replica_groups", "signature_of"]
 
@@ -101,10 +104,11 @@ class PackedLayout:
     wire: tuple[str, ...]
     groups: Mapping[int, tuple[npt.NDArray[np.int64], bytes]]
 
-    def pack(self, tensors: Sequence[LocalTensor], data: U8) -> None:
+    def pack(self, tensors: Sequence[LocalTensor], data: Memory) -> None:
         """Copy and cast ``tensors`` (in the order that the layout was built from) into ``data``.
 
-        Torch tensors on a device are cast there; the caller synchronises their stream afterwards (`synchronize`).
+        Torch tensors on a device are cast there, on torch's current stream, also where ``data`` is the host's; the
+        caller synchronises the device afterwards (`synchronize`).
         """
         for target in self.targets:
             tensor, label = tensors[target.tensor], self.wire[target.tensor]
@@ -115,13 +119,20 @@ class PackedLayout:
                 require("torch", extra="torch")
                 import torch
 
-                raw = torch.from_numpy(data[target.offset_bytes : target.offset_bytes + nbytes])
+                raw = tensor_of(data[target.offset_bytes : target.offset_bytes + nbytes])
+                dtype: torch.dtype = getattr(torch, label)
                 with torch.no_grad():
-                    piece = tensor.data.detach()[index]  # type: ignore[union-attr]
-                    raw.view(getattr(torch, label)).view(shape).copy_(piece, non_blocking=True)
-            else:
+                    piece: torch.Tensor = tensor.data.detach()[index]  # type: ignore[union-attr]
+                    if piece.device.type != "cpu":
+                        piece = piece.to(dtype)  # here: a copy to the host would carry the wider type and cast there
+                    raw.view(dtype).view(shape).copy_(piece, non_blocking=True)
+            elif isinstance(data, np.ndarray):
                 out = data[target.offset_bytes : target.offset_bytes + nbytes]
                 _pack_numpy(np.asarray(tensor.data)[index], tensor.dtype, label, out)
+            else:
+                fresh = np.empty(nbytes, np.uint8)
+                _pack_numpy(np.asarray(tensor.data)[index], tensor.dtype, label, fresh)
+                data[target.offset_bytes : target.offset_bytes + nbytes].copy_(tensor_of(fresh))
 
     def cells_of(self, name: str) -> dict[tuple[tuple[int, ...], tuple[int, ...]], slice]:
         """Where the digests of a tensor's boxes are: (start, stop) -> cells."""

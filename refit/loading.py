@@ -104,7 +104,9 @@ def read_plan(
     # Destinations that are looked at for the sentinel are verified only after that.
     bound = reader.bind(manifest, checks if how.verify != "off" and not how.sentinel else None)
     enter("read")
-    verifier = Verifier(checks, how.verify, (version.epoch, version.step)) if checks is not None else None
+    verifier = (
+        Verifier(checks, how.verify, (version.epoch, version.step), reader.device) if checks is not None else None
+    )
     with verifier if verifier is not None else contextlib.nullcontext():
         totals = reader.read(
             bound, manifest, deadline, verifier=verifier, may_lose=len(plan.holders) > 1, stall_s=how.stall_s
@@ -118,7 +120,7 @@ def read_plan(
         check_lease()
         if how.sentinel:
             names = plan.buffers.names_list
-            require_delivered(dict(zip(names, reader.buffers(), strict=True)), seeded)
+            require_delivered(reader.device, dict(zip(names, reader.buffers(), strict=True)), seeded)
         check_throughput(out.data_bytes, totals.seconds, how.context)
         enter("verify")
         out.verified = Verified(how.verify, received_bytes=out.data_bytes)

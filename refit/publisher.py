@@ -24,6 +24,7 @@ import numpy.typing as npt
 from reshard.planner import Holder
 from reshard.refit.buffers import DIGESTS, HEADER, PublishBuffer, digest_region_bytes
 from reshard.refit.deadline import Deadline, check_timeout
+from reshard.refit.devices import HOST, Device
 from reshard.refit.digests import root_of
 from reshard.refit.errors import PublishError
 from reshard.refit.header import HEADER_BYTES
@@ -95,6 +96,8 @@ class Publisher:
         As in `reshard.planner.ShardPart`.
     host
         For the ``nearest`` replica policy.
+    device
+        Where the buffers lie: the host's memory, or a `reshard.refit.torch_device.TorchDevice`.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class Publisher:
         claim: str = "",
         host: str = "",
         ttl_s: float = 10.0,
+        device: Device = HOST,
     ) -> None:
         if buffers not in (1, 2):
             raise PublishError(f"buffers={buffers}: expected 1 or 2")
@@ -128,6 +132,7 @@ class Publisher:
         self._n_buffers, self._on_busy, self._digests = buffers, on_busy, digests
         self._aliases = dict(aliases or {})
         self._cut_hints = cut_hints
+        self._device = device
         self._hints: tuple[int, Cuts] = (0, {})
         self._layout_name, self._claim = layout, claim
         self._layout: PackedLayout | None = None
@@ -238,6 +243,8 @@ class Publisher:
             digest_root=root,
             roots=roots,
             empty=empty,
+            memory=self._device.memory,
+            device=self._device.number,
             layout_epoch=layout_epoch,
             hold=buffer.hold,
         )
@@ -267,7 +274,7 @@ class Publisher:
         if self._layout is not None and signature == self._signature:
             return self._layout
         layout = build_layout(
-            Holder(self.slot, self._offering.host),
+            Holder(self.slot, self._offering.host, self._device.memory, self._device.number),
             tensors,
             self._rule,
             cuts=cuts,
@@ -289,7 +296,7 @@ class Publisher:
             raise PublishError("no layout")
         while len(self._buffers) < self._n_buffers:
             # All at once, so that the endpoint message that readers connect by does not change at the second version.
-            self._buffers.append(PublishBuffer(self._transport, layout.data_bytes, len(layout.grid)))
+            self._buffers.append(PublishBuffer(self._transport, layout.data_bytes, len(layout.grid), self._device))
         choice = self._buffers[0]
         if len(self._buffers) > 1 and choice is self._newest:
             choice = self._buffers[1]

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from reshard.planner.execute import run_copies, run_fills
 from reshard.refit.arena import Arena
 from reshard.refit.batches import BATCH_BYTES
 from reshard.refit.binding import Bound, bind_version
 from reshard.refit.deadline import Deadline
+from reshard.refit.devices import HOST, Device, address_of, host_bytes
 from reshard.refit.digests import DIGEST_BYTES
 from reshard.refit.errors import RefitError, TornReadError, VerificationError
 from reshard.refit.header import HEADER_BYTES, Header
@@ -37,12 +37,12 @@ from reshard.transports.errors import TransportError
 if TYPE_CHECKING:
     from reshard.planner import Plan
     from reshard.refit.checks import Checks
+    from reshard.refit.devices import Memory
     from reshard.rendezvous.types import Manifest
     from reshard.transports.base import Prepared, Transport
 
 __all__ = ["Reader"]
 
-U8 = npt.NDArray[np.uint8]
 U64 = npt.NDArray[np.uint64]
 Int64 = npt.NDArray[np.int64]
 
@@ -64,6 +64,8 @@ class Reader:
         Another reader's connections, to be shared with it.
     retry
         How often a dial is tried.
+    device
+        Where destinations and staging lie; headers and digests always lie on the host.
     """
 
     def __init__(
@@ -74,13 +76,15 @@ class Reader:
         on_allocate: Callable[[str, int], None] | None = None,
         links: Links | None = None,
         retry: RetryPolicy | None = None,
+        device: Device = HOST,
     ) -> None:
         self._transport = transport
+        self.device = device
         self._swaps = swaps
         self.on_allocate = on_allocate
         self.links = links if links is not None else Links(transport, retry)
         self.links.subscribe(self.forget_lists)
-        self._borrowed: Mapping[str, U8] | None = None
+        self._borrowed: Mapping[str, Memory] | None = None
         self._plan: Plan | None = None
         self._holders: tuple[str, ...] = ()
         self._n_cells: dict[str, int] = {}
@@ -105,7 +109,7 @@ class Reader:
         n_cells: Mapping[str, int],
         materialised: Sequence[str] = (),
         *,
-        borrowed: Mapping[str, U8] | None = None,
+        borrowed: Mapping[str, Memory] | None = None,
     ) -> None:
         """Take a new plan and let go of everything that belongs to the old one.
 
@@ -144,7 +148,7 @@ class Reader:
                 sizes[f"before\0{name}"] = HEADER_BYTES
                 sizes[f"after\0{name}"] = HEADER_BYTES
                 sizes[f"digests\0{name}"] = self._n_cells.get(name, 0) * DIGEST_BYTES
-            self._meta = self._arena("meta", sizes)
+            self._meta = self._arena("meta", sizes, HOST)
 
     def shadow(self) -> Arena:
         """The arena that the next read fills."""
@@ -161,7 +165,7 @@ class Reader:
                 with contextlib.suppress(MemoryError, TransportError):
                     self._shadows.append(self._arena("shadow", self._sizes(shadow=True)))
 
-    def materialised(self, names: Sequence[str]) -> dict[str, U8]:
+    def materialised(self, names: Sequence[str]) -> dict[str, Memory]:
         """The staged sources, by published name."""
         return (
             {n.removeprefix(MATERIALISED): self._loader.buffers[n] for n in names} if self._loader is not None else {}
@@ -173,7 +177,7 @@ class Reader:
         return sum(self._n_cells.get(name, 0) for name in self._holders if name not in gone) * DIGEST_BYTES
 
     @property
-    def staging(self) -> U8:
+    def staging(self) -> Memory:
         """The staging arena's bytes (empty where the plan stages nothing)."""
         return self._staging.memory if self._staging is not None else np.zeros(0, np.uint8)
 
@@ -181,18 +185,18 @@ class Reader:
         """The digests read of one holder: uint64[n_cells, 2]."""
         if self._meta is None:
             return np.zeros((0, 2), np.uint64)
-        return self._meta.buffers[f"digests\0{holder}"].view("<u8").reshape(-1, 2)
+        return host_bytes(self._meta.buffers[f"digests\0{holder}"]).view("<u8").reshape(-1, 2)
 
     # -- reading
 
-    def bind(
-        self, manifest: Manifest, checks: Checks | None = None, *, local_memory: str = "dram", local_device: int = 0
-    ) -> Bound:
+    def bind(self, manifest: Manifest, checks: Checks | None = None) -> Bound:
         """Prepared lists for this version; made once for each (arena, region bases).
 
         With the plan's ``checks`` they are read in batches, so that one is verified while the next one is read.
         """
         plan = self._required_plan()
+        if self.device.in_bulk:
+            checks = None
         by_slot = {record.slot: record for record in manifest.slots}
         records = [by_slot[name] for name in self._holders]
         key = (
@@ -209,11 +213,11 @@ class Reader:
             self.links,
             plan,
             records,
-            np.array([b.ctypes.data for b in self.buffers()], np.uint64),
+            np.array([address_of(b) for b in self.buffers()], np.uint64),
             self._staging.base if self._staging is not None else 0,
-            self._meta.buffers if self._meta is not None else {},
-            local_memory=local_memory,
-            local_device=local_device,
+            {name: host_bytes(m) for name, m in self._meta.buffers.items()} if self._meta is not None else {},
+            local_memory=self.device.memory,
+            local_device=self.device.number,
             checks=checks,
             batch_bytes=self.batch_bytes,
         )
@@ -249,6 +253,7 @@ class Reader:
         """
         plan = self._required_plan()
         buffers = self.buffers()
+        self.device.quiesce()  # nothing that was launched before uses what peers are about to write
         lost: dict[str, TransportError] = {}
 
         def heads(lists: Sequence[Prepared]) -> None:
@@ -259,7 +264,9 @@ class Reader:
 
         heads(bound.before)
         first = self._headers("before", manifest, lost)
-        run_fills(plan, buffers)
+        if len(plan.fills):
+            self.device.run_fills(plan, buffers)
+            self.device.synchronize()
         staging = self.staging
         if verifier is not None:
             verifier.begin(staging, buffers, bound.complete_with)
@@ -270,9 +277,13 @@ class Reader:
                 roots = {r.slot: r.digest_root for r in manifest.slots}
                 verifier.trust({name: self.digests(name) for name in self._holders if name not in lost}, roots)
             if batch.ends_wave:
+                self.device.flush()
                 if verifier is not None:
                     verifier.check_staged(batch.wave, lost)
-                run_copies(plan, batch.wave, staging, buffers)
+                self.device.run_copies(plan, batch.wave, staging, buffers)
+                self.device.synchronize()
+                if verifier is not None:
+                    verifier.settle()
             if verifier is not None:
                 verifier.feed(k, lost)
 
@@ -359,16 +370,21 @@ class Reader:
         sizes = zip(plan.buffers.names_list, plan.buffer_bytes.tolist(), strict=True)
         return {name: size for name, size in sizes if (name in self._staged_names) != shadow}
 
-    def buffers(self) -> list[U8]:
+    def buffers(self) -> list[Memory]:
         """All destination buffers in the plan's order."""
         if self._borrowed is not None:
             return [self._borrowed[name] for name in self._required_plan().buffers.names_list]
         found = {**self.shadow().buffers, **(self._loader.buffers if self._loader is not None else {})}
         return [found[name] for name in self._required_plan().buffers.names_list]
 
-    def _arena(self, what: str, sizes: Mapping[str, int]) -> Arena:
+    def _arena(self, what: str, sizes: Mapping[str, int], device: Device | None = None) -> Arena:
         hook = self.on_allocate
-        made = Arena(self._transport, sizes, on_allocate=(lambda n: hook(what, n)) if hook is not None else None)
+        made = Arena(
+            self._transport,
+            sizes,
+            device=device if device is not None else self.device,
+            on_allocate=(lambda n: hook(what, n)) if hook is not None else None,
+        )
         self.new_registrations += 1
         return made
 
@@ -401,7 +417,7 @@ class Reader:
         for name in self._holders:
             if name in lost or by_slot[name].header_region < 0:
                 continue
-            header = Header.parse(self._meta.buffers[f"{when}\0{name}"].tobytes(), holder=name)
+            header = Header.parse(host_bytes(self._meta.buffers[f"{when}\0{name}"]).tobytes(), holder=name)
             header.require(holder=name, epoch=manifest.version.epoch, step=manifest.version.step)
             out[name] = header
         return out

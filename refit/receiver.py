@@ -29,6 +29,7 @@ from reshard.refit import metrics, settings
 from reshard.refit.attempt import Attempt
 from reshard.refit.clock import StageClock
 from reshard.refit.deadline import Deadline, check_timeout
+from reshard.refit.devices import Device, device_of_engine
 from reshard.refit.engine import Engine, StreamEngine
 from reshard.refit.errors import InDoubtError, QuarantinedError, RefitError, RefitTimeoutError
 from reshard.refit.names import names_of
@@ -90,6 +91,9 @@ class Receiver:
         ``RESHARD_RETRY_*``, else what the rendezvous suggests, else `RetryPolicy()`.
     stall_s
         Longest wait for one wave before its silent holders are given up for their replicas; the deadline alone if None.
+    device
+        Where destinations lie: a `reshard.refit.devices.Device`; the one that holds the engine's weights if None, where
+        the transport reaches it, else the host.
     on_allocate
         Told what (``shadow``, ``staging``, ``meta``, ``loader``) and how many bytes are allocated.
     on_stage, on_state
@@ -126,6 +130,7 @@ class Receiver:
         on_allocate: Callable[[str, int], None] | None = None,
         retry: RetryPolicy | None = None,
         stall_s: float | None = None,
+        device: Device | None = None,
     ) -> None:
         self.members = names_of(members, "members")
         self.allow_unconsumed = names_of(allow_unconsumed, "allow_unconsumed")
@@ -153,7 +158,11 @@ class Receiver:
         self.retry = retry if retry is not None else policy_of(settings.retry(), None)
         self.stall_s = check_timeout(stall_s, "stall_s") if stall_s is not None else None
         self.reader = Reader(
-            transport, swaps=bool(getattr(engine, "swaps", False)), on_allocate=on_allocate, retry=self.retry
+            transport,
+            swaps=bool(getattr(engine, "swaps", False)),
+            on_allocate=on_allocate,
+            retry=self.retry,
+            device=device if device is not None else device_of_engine(engine, transport.capabilities.memory_kinds),
         )
         self.bench = Workbench(
             transport,

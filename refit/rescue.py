@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from reshard.planner import ReadTable, plan
 from reshard.planner.errors import PlanError
@@ -25,12 +24,11 @@ from reshard.refit.waves import WireTotals
 
 if TYPE_CHECKING:
     from reshard.planner import Plan, ShardTable
+    from reshard.refit.devices import Memory
     from reshard.rendezvous.types import Manifest
     from reshard.transports.base import Transport
 
 __all__ = ["Rescue", "owed_by", "rescue"]
-
-U8 = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +80,7 @@ def rescue(
     deadline: Deadline,
     *,
     verify: Mode,
-    buffers: Mapping[str, U8],
+    buffers: Mapping[str, Memory],
     stall_s: float | None,
     on_allocate: Callable[[str, int], None] | None = None,
 ) -> Rescue:
@@ -105,8 +103,8 @@ def rescue(
         left = sources.replace(removed=[name for name in gone if name in sources.by_name])
         owed_plan = plan(left, owed, made.options)
         checks = build_checks(owed_plan) if verify != "off" else None
-        verifier = Verifier(checks, verify, (version.epoch, version.step)) if checks is not None else None
-        reader = Reader(transport, swaps=False, on_allocate=on_allocate, links=main.links)
+        verifier = Verifier(checks, verify, (version.epoch, version.step), main.device) if checks is not None else None
+        reader = Reader(transport, swaps=False, on_allocate=on_allocate, links=main.links, device=main.device)
         try:
             reader.adopt(owed_plan, checks.n_cells if checks is not None else {}, borrowed=buffers)
             main.links.ensure([manifest.slot(h.name) for h in owed_plan.holders], deadline, exact=False)

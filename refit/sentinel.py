@@ -6,28 +6,30 @@ So a transport that says that it moved bytes and has not is found out without gu
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from reshard.refit.errors import VerificationError
 
-__all__ = ["SENTINEL", "fill_sentinel", "require_delivered"]
+if TYPE_CHECKING:
+    from reshard.refit.devices import Device, Memory
 
-U8 = npt.NDArray[np.uint8]
+__all__ = ["SENTINEL", "fill_sentinel", "require_delivered"]
 
 SENTINEL = 0xA5
 """What destinations are filled with."""
 _ROW_BYTES = 64
 
 
-def fill_sentinel(buffers: Mapping[str, U8]) -> None:
-    """Fill all buffers."""
+def fill_sentinel(device: Device, buffers: Mapping[str, Memory]) -> None:
+    """Fill all buffers of a device."""
     for buffer in buffers.values():
-        buffer[:] = SENTINEL
+        device.fill(buffer, SENTINEL)
+    device.synchronize()
 
 
-def require_delivered(buffers: Mapping[str, U8], seeded: Collection[str]) -> None:
+def require_delivered(device: Device, buffers: Mapping[str, Memory], seeded: Collection[str]) -> None:
     """Refuse a read that left 64 bytes in a row (or a whole small buffer) as the sentinel.
 
     Parameters
@@ -40,9 +42,10 @@ def require_delivered(buffers: Mapping[str, U8], seeded: Collection[str]) -> Non
     VerificationError
         Naming the first buffer and how many bytes of it.
     """
-    for name, buffer in buffers.items():
-        if name in seeded or buffer.size < 8:
+    for name, memory in buffers.items():
+        if name in seeded or memory.nbytes < 8:
             continue
+        buffer = device.get(memory)
         row = min(_ROW_BYTES, buffer.size)
         rows = buffer[: buffer.size // row * row].reshape(-1, row)
         untouched = np.flatnonzero((rows == SENTINEL).all(axis=1))

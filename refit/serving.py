@@ -24,7 +24,8 @@ from reshard.planner.errors import format_box
 from reshard.refit.arena import Arena
 from reshard.refit.cells import CellGrid
 from reshard.refit.deadline import Deadline
-from reshard.refit.digests import DIGEST_BYTES, digest_many, root_of
+from reshard.refit.devices import address_of
+from reshard.refit.digests import DIGEST_BYTES, root_of
 from reshard.refit.errors import PublishError
 from reshard.refit.header import HEADER_BYTES, SeqLock
 from reshard.refit.offering import Offering
@@ -152,22 +153,28 @@ class ServeOn:
                 "a refit "
                 "has failed since)"
             )
-        offsets = {name: int(b.ctypes.data) - arena.base for name, b in arena.buffers.items()}
+        offsets = {name: address_of(b) - arena.base for name, b in arena.buffers.items()}
         shards, refused = shards_in_place(planned.plan, offsets)
         if refused and not self._partial:
             raise PublishError(
                 f"member {r.member!r}: {len(refused)} boxes are not as they were published: {'; '.join(refused[:5])}"
             )
         self.fence(timeout_s=deadline.remaining("fence"))
-        holder = Holder(r.member, self._offering.host)
+        holder = Holder(r.member, self._offering.host, r.reader.device.memory, r.reader.device.number)
         grid = CellGrid.of(ShardPart.from_shards(holder, shards, [arena.nbytes], r.member, r.group))
         sizes = {"header": HEADER_BYTES, "digests": max(len(grid), 1) * DIGEST_BYTES}
-        meta = Arena(r.transport, sizes, on_allocate=None)
+        device = r.reader.device
+        meta = Arena(r.transport, sizes, device=device)
         region_bytes = [arena.nbytes, *sizes.values()]
         part = ShardPart.from_shards(holder, shards, region_bytes, r.member, r.group)
-        digests = meta.buffers["digests"].view("<u8").reshape(-1, 2)[: len(grid)]
-        digest_many(arena.memory, grid.offset_bytes, grid.nbytes, grid.tags, digests)
-        SeqLock(meta.buffers["header"]).commit(version.epoch, version.step)
+        digests = np.zeros((max(len(grid), 1), 2), "<u8")
+        digests[: len(grid)] = device.digest_cells(arena.memory, grid.offset_bytes, grid.nbytes, grid.tags)
+        device.put(meta.buffers["digests"], digests.reshape(-1).view(np.uint8))
+        digests = digests[: len(grid)]
+        header = SeqLock(np.zeros(HEADER_BYTES, np.uint8))
+        header.commit(version.epoch, version.step)
+        device.put(meta.buffers["header"], header.memory)
+        device.synchronize()
         self._arena, self._meta = arena, meta
         self._key, self._n_bytes = key, int(grid.nbytes.sum())
         try:
@@ -180,6 +187,8 @@ class ServeOn:
                 header_region=1,
                 digest_region=2,
                 digest_root=root_of(digests),
+                memory=device.memory,
+                device=device.number,
                 empty=not shards,
                 hold=self._hold,
             )

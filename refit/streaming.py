@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from reshard.planner import plan
 from reshard.refit.arena import Arena
@@ -27,13 +26,13 @@ from reshard.refit.verify import Mode
 
 if TYPE_CHECKING:
     from reshard.planner import Plan
+    from reshard.refit.devices import Memory
     from reshard.refit.engine import StreamEngine
     from reshard.refit.links import Links
     from reshard.transports import Transport
 
 __all__ = ["StreamPart", "Streamer", "pack_parts"]
 
-U8 = npt.NDArray[np.uint8]
 _ALIGN = 64
 
 
@@ -81,7 +80,7 @@ class StreamPart:
     plan: Plan
     checks: Checks | None
     reader: Reader
-    buffers: Mapping[str, U8]
+    buffers: Mapping[str, Memory]
     planned: Planned
 
     def seed(self, engine: StreamEngine) -> None:
@@ -120,6 +119,7 @@ class Streamer:
         self._arena = Arena(
             transport,
             {"stream": self.arena_bytes},
+            device=reader.device,
             on_allocate=(lambda n: hook("stream", n)) if hook is not None else None,
         )
         reader.new_registrations += 1
@@ -133,9 +133,9 @@ class Streamer:
                 made.options,
             )
             checks = build_checks(sub) if verify != "off" else None
-            own = Reader(transport, swaps=False, on_allocate=hook, links=links)
+            own = Reader(transport, swaps=False, on_allocate=hook, links=links, device=reader.device)
             at = 0
-            views: dict[str, U8] = {}
+            views: dict[str, Memory] = {}
             for name in part:
                 views[name] = self._arena.memory[at : at + sizes[name]]
                 at += -(-sizes[name] // _ALIGN) * _ALIGN

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.refit.checks import STAGING, Check, Checks
 from reshard.refit.crew import Crew
+from reshard.refit.devices import HOST, Device, host_bytes
 from reshard.refit.digests import CELL_BYTES, MOST_THREADS, Digester, n_cpus, root_of, worker_threads
 from reshard.refit.errors import UnverifiedError, VerificationError
+
+if TYPE_CHECKING:
+    from reshard.refit.devices import Memory
 
 __all__ = ["Mode", "Verifier"]
 
@@ -45,7 +49,8 @@ class Verifier:
     """Checks one version; a context manager that ends its threads.
 
     Cells that lie where they stay are verified by other threads while the next batch is read (`feed`, `finish`),
-    staged ones by the caller before they are copied on (`check_staged`).
+    staged ones by the caller before they are copied on (`check_staged`). A device digests many cells at once, in the
+    order of its stream, and they are looked at once it has been waited for (`settle`).
 
     Parameters
     ----------
@@ -55,10 +60,14 @@ class Verifier:
         ``full``, ``sample`` (one cell in 16, others at each version) or ``off``.
     seed
         Chooses the sample; the version's (epoch, step).
+    device
+        Where the cells land.
     """
 
-    def __init__(self, checks: Checks, mode: Mode, seed: tuple[int, int]) -> None:
+    def __init__(self, checks: Checks, mode: Mode, seed: tuple[int, int], device: Device = HOST) -> None:
         self._checks = checks
+        self._device = device
+        self._launched: list[tuple[list[Check], Callable[[], U64]]] = []
         salt = zlib.crc32(repr(seed).encode())
         self._mode = mode
         self._staged: dict[int, list[Check]] = {}
@@ -74,8 +83,8 @@ class Verifier:
         self._rest = [check for _, check in self._direct]
         self._digests: list[U64 | None] = [None] * len(checks.names)
         self._lost: frozenset[int] = frozenset()
-        self._staging = np.zeros(0, np.uint8)
-        self._buffers: list[U8] = []
+        self._staging: Memory = np.zeros(0, np.uint8)
+        self._buffers: list[Memory] = []
         self._tools: list[_Tool] = []
         self._good: list[Check] = []
         self._bad: list[Check] = []
@@ -120,7 +129,7 @@ class Verifier:
 
     # -- while others are read
 
-    def begin(self, staging: U8, buffers: Sequence[U8], complete_with: Int64 | None) -> None:
+    def begin(self, staging: Memory, buffers: Sequence[Memory], complete_with: Int64 | None) -> None:
         """Say where cells land, and with which batch each check's cell is there (None: nothing is fed)."""
         self._staging, self._buffers = staging, list(buffers)
         if complete_with is not None and self._direct:
@@ -144,7 +153,9 @@ class Verifier:
         self._require_good()
 
     def check_staged(self, wave: int, lost: Collection[str] = ()) -> None:
-        """Verify what lies in staging after ``wave``, ``lost`` holders apart; returns when it is done.
+        """Verify what lies in staging after ``wave``, ``lost`` holders apart.
+
+        It is done when this returns; on a device, once that has been waited for and `settle` called.
 
         Raises
         ------
@@ -153,6 +164,22 @@ class Verifier:
         """
         self._without(lost)
         self._all_of(self._known(self._staged.pop(wave, ())))
+        self._require_good()
+
+    def settle(self) -> None:
+        """Look at what a device has digested; call it after waiting for the device.
+
+        Raises
+        ------
+        VerificationError
+            Naming the cells that differ.
+        """
+        launched, self._launched = self._launched, []
+        for checks, result in launched:
+            for check, got in zip(checks, result(), strict=True):
+                expected = self._digests[check.holder]
+                if expected is not None and check.holder not in self._lost:
+                    (self._good if bool((got == expected[check.cell]).all()) else self._bad).append(check)
         self._require_good()
 
     def finish(self, lost: Collection[str] = ()) -> None:
@@ -171,7 +198,9 @@ class Verifier:
             crew.finish()
         rest, self._rest = self._rest, []
         self._all_of(self._known(rest))
-        self._require_good()
+        if self._launched:
+            self._device.synchronize()
+        self.settle()
 
     def stop(self) -> None:
         """Return when no thread looks at the buffers any more; idempotent."""
@@ -199,7 +228,11 @@ class Verifier:
 
         return Crew(make_tool, self._verify, n_threads)
 
-    def _all_of(self, checks: Sequence[Check]) -> None:
+    def _all_of(self, checks: list[Check]) -> None:
+        launched = self._device.digest(checks, self._staging, self._buffers) if checks else None
+        if launched is not None:
+            self._launched.append((checks, launched))
+            return
         crew = self._make_crew(worker_threads(sum(c.nbytes for c in checks)) - 1)
         crew.feed(checks)
         crew.finish()
@@ -238,10 +271,10 @@ class Verifier:
         )
 
 
-def _bytes_of(check: Check, staging: U8, buffers: Sequence[U8], tool: _Tool) -> U8:
+def _bytes_of(check: Check, staging: Memory, buffers: Sequence[Memory], tool: _Tool) -> U8:
     """The cell's bytes, contiguous: where they lie, or gathered into the tool's scratch memory."""
     first = check.pieces[0]
-    memory = staging if first.buffer == STAGING else buffers[first.buffer]
+    memory = host_bytes(staging if first.buffer == STAGING else buffers[first.buffer])
     if not first.at and first.contiguous():
         return memory[first.offset : first.offset + check.nbytes]
     if not tool.scratch.size:
@@ -249,7 +282,7 @@ def _bytes_of(check: Check, staging: U8, buffers: Sequence[U8], tool: _Tool) -> 
     out = tool.scratch[: check.nbytes]
     cell = out.view(f"V{first.inner}").reshape(check.shape)
     for piece in check.pieces:
-        memory = buffers[piece.buffer]
+        memory = host_bytes(buffers[piece.buffer])
         view = np.lib.stride_tricks.as_strided(
             memory[piece.offset : piece.offset + piece.inner].view(f"V{piece.inner}"), piece.shape, piece.strides
         )

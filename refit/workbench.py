@@ -11,9 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from reshard.planner.cuts import cuts
 from reshard.refit.arena import Arena
 from reshard.refit.checks import Checks, build_checks
@@ -31,6 +28,7 @@ from reshard.transports.errors import TransferTimeoutError
 
 if TYPE_CHECKING:
     from reshard.planner import PlanOptions, ShardPart
+    from reshard.refit.devices import Memory
     from reshard.rendezvous import Manifest, Rendezvous
     from reshard.transports import Transport
 
@@ -38,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["BenchSettings", "InstallMode", "Workbench"]
 
-U8 = npt.NDArray[np.uint8]
 InstallMode = Literal["shadow", "stream"]
 _QUARANTINE_S = 10.0
 _HINTS_S = 2.0
@@ -207,7 +204,7 @@ class Workbench:
             return False
         return self._streamer is not None or bool(self.reader.poisoned())
 
-    def seed(self, planned: Planned, buffers: Mapping[str, U8], *, quarantined: bool) -> None:
+    def seed(self, planned: Planned, buffers: Mapping[str, Memory], *, quarantined: bool) -> None:
         """Fill buffers that the plan writes only in part with the live bytes."""
         self.require_trusted(planned, quarantined=quarantined)
         for name in planned.seeded:
@@ -229,7 +226,7 @@ class Workbench:
                 "refit in full"
             )
 
-    def run_loader(self, planned: Planned, buffers: Mapping[str, U8]) -> None:
+    def run_loader(self, planned: Planned, buffers: Mapping[str, Memory]) -> None:
         """Run the engine's loader on materialised sources, into shadow buffers."""
         sources = self.reader.materialised(planned.materialised_buffers)
         wanted = {n: buffers[n] for n in planned.captured.loader_buffers if n in buffers}

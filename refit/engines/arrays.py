@@ -22,6 +22,7 @@ import numpy.typing as npt
 from reshard.planner import Buffer, ReadRequest, ReadTable
 from reshard.planner.convert import storage_dtype
 from reshard.planner.errors import TableError
+from reshard.refit.devices import host_bytes
 from reshard.refit.engine import Captured, EngineParameter
 from reshard.refit.errors import RefitError
 from reshard.refit.tensors import SourceTensor
@@ -29,11 +30,12 @@ from reshard.refit.tensors import SourceTensor
 if TYPE_CHECKING:
     from types import EllipsisType
 
+    from reshard.refit.devices import Memory
+
     Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 
 __all__ = ["ArrayEngine", "Take", "take"]
 
-U8 = npt.NDArray[np.uint8]
 Array = npt.NDArray[np.generic]
 
 
@@ -165,11 +167,11 @@ class ArrayEngine:
                 consumed.add(piece.source)
         return Captured(ReadTable.build(buffers, requests), len(requests), frozenset(consumed))
 
-    def read_live(self, name: str, into: U8) -> None:
+    def read_live(self, name: str, into: Memory) -> None:
         """Copy one array's bytes."""
-        np.copyto(into, self._arrays[name].reshape(-1).view(np.uint8))
+        np.copyto(host_bytes(into), self._arrays[name].reshape(-1).view(np.uint8))
 
-    def load_materialised(self, sources: Mapping[str, U8], buffers: Mapping[str, U8]) -> None:
+    def load_materialised(self, sources: Mapping[str, Memory], buffers: Mapping[str, Memory]) -> None:
         """An array engine has no loader."""
         raise RefitError(f"an ArrayEngine has no loader to run on {sorted(sources)}")
 
@@ -181,18 +183,18 @@ class ArrayEngine:
         """Note that they may be read again."""
         self.paused = False
 
-    def write_live(self, buffers: Mapping[str, U8]) -> None:
+    def write_live(self, buffers: Mapping[str, Memory]) -> None:
         """Copy into the arrays as they are."""
         for name, raw in buffers.items():
             array = self._arrays[name]
-            np.copyto(array, raw.view(array.dtype).reshape(array.shape))
+            np.copyto(array, host_bytes(raw).view(array.dtype).reshape(array.shape))
 
-    def install(self, buffers: Mapping[str, U8]) -> None:
+    def install(self, buffers: Mapping[str, Memory]) -> None:
         """Swap the buffers in, or copy them into the arrays."""
         fresh: dict[str, Array] = {}
         for name, raw in buffers.items():
             array = self._arrays[name]
-            fresh[name] = raw.view(array.dtype).reshape(array.shape)
+            fresh[name] = host_bytes(raw).view(array.dtype).reshape(array.shape)
         if self.swaps:
             self._arrays.update(fresh)
         else:

@@ -16,11 +16,11 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from reshard.planner import ReadRequest, ReadTable
 from reshard.planner.errors import require
 from reshard.refit.capture import record
+from reshard.refit.devices import tensor_of
 from reshard.refit.engine import Captured, EngineParameter
 from reshard.refit.engines.places import Place, places_of, signature_of, torch_dtype
 from reshard.refit.errors import RefitError, UnsupportedLoaderError
@@ -32,14 +32,14 @@ from reshard.refit.tensors import SourceTensor
 if TYPE_CHECKING:
     import torch
 
+    from reshard.refit.devices import Memory
+
 Loader: TypeAlias = "Callable[[Iterable[tuple[str, torch.Tensor]]], object]"
 """Loads (name, tensor) pairs into a model."""
 
 logger = logging.getLogger(__name__)
 
 __all__ = ["Loader", "LoaderEngine", "captured_of"]
-
-U8 = npt.NDArray[np.uint8]
 
 
 class LoaderEngine:
@@ -52,8 +52,8 @@ class LoaderEngine:
     load_weights
         Called with an iterable of (name, tensor); the model's own ``load_weights`` by default.
     commit
-        ``swap`` replaces the parameters' storages; ``copy`` keeps their addresses (CUDA graphs). Parameters on a
-        device are always copied.
+        ``swap`` replaces the parameters' storages; ``copy`` keeps their addresses (CUDA graphs). Parameters on
+        another device than the shadow buffers are always copied.
     allow_unattributed
         Patterns of source names that may end in memory that belongs to no parameter.
     on_pause, on_resume
@@ -89,6 +89,11 @@ class LoaderEngine:
     def swaps(self) -> bool:
         """Whether `install` keeps the buffers it is given."""
         return self._commit == "swap"
+
+    def destination_device(self) -> str:
+        """Where all parameters lie (``cuda:0``), for destinations beside them; ``cpu`` where they lie on several."""
+        devices = {str(p.tensor.device) for p in places_of(self.model)}
+        return devices.pop() if len(devices) == 1 else "cpu"
 
     # -- the Engine protocol
 
@@ -129,7 +134,7 @@ class LoaderEngine:
         self._shown = {s.name: s for s in manifest}
         return captured_of(recording, self._shown, {p.name: p for p in places})
 
-    def read_live(self, name: str, into: U8) -> None:
+    def read_live(self, name: str, into: Memory) -> None:
         """Copy one parameter's bytes, in physical order."""
         place = self._place(name)
         require("torch", extra="torch")
@@ -138,16 +143,15 @@ class LoaderEngine:
         with torch.no_grad():
             place.view_of(into).copy_(place.tensor.detach())
 
-    def load_materialised(self, sources: Mapping[str, U8], buffers: Mapping[str, U8]) -> None:
+    def load_materialised(self, sources: Mapping[str, Memory], buffers: Mapping[str, Memory]) -> None:
         """Run the loader on staged sources; ``sources`` maps ``name`` to row-major bytes."""
         require("torch", extra="torch")
         import torch
 
         places = [p for p in places_of(self.model) if p.dense]
-        typed = {p.name: torch.from_numpy(buffers[p.name]).view(p.tensor.dtype) for p in places if p.name in buffers}
+        typed = {p.name: tensor_of(buffers[p.name]).view(p.tensor.dtype) for p in places if p.name in buffers}
         weights = [
-            (name, torch.from_numpy(raw).view(torch_dtype(s.dtype)).view(s.shape))
-            for name, raw, s in self._typed(sources)
+            (name, tensor_of(raw).view(torch_dtype(s.dtype)).view(s.shape)) for name, raw, s in self._typed(sources)
         ]
         with torch.no_grad():
             run_redirected(self._loader, weights, [p.destination() for p in places], typed)
@@ -162,15 +166,15 @@ class LoaderEngine:
         if self._on_resume is not None:
             self._on_resume()
 
-    def write_live(self, buffers: Mapping[str, U8]) -> None:
+    def write_live(self, buffers: Mapping[str, Memory]) -> None:
         """Copy whole parameters into the live ones, whose addresses stay."""
         self._put(buffers, swap=False)
 
-    def install(self, buffers: Mapping[str, U8]) -> None:
+    def install(self, buffers: Mapping[str, Memory]) -> None:
         """Make ``buffers`` the parameters' memory, or copy them into it."""
         self._put(buffers, swap=self._commit == "swap")
 
-    def _put(self, buffers: Mapping[str, U8], *, swap: bool) -> None:
+    def _put(self, buffers: Mapping[str, Memory], *, swap: bool) -> None:
         require("torch", extra="torch")
         import torch
 
@@ -182,7 +186,7 @@ class LoaderEngine:
                     continue
                 for tensor in place.tensors:
                     shown = place.view_of(raw, tensor)
-                    if swap and tensor.device.type == "cpu":
+                    if swap and tensor.device == shown.device:
                         tensor.data = shown
                     else:
                         tensor.data.copy_(shown, non_blocking=True)
@@ -200,7 +204,7 @@ class LoaderEngine:
                 return place
         raise RefitError(f"the model has no parameter {name!r}; it had one when it was captured")
 
-    def _typed(self, sources: Mapping[str, U8]) -> list[tuple[str, U8, SourceTensor]]:
+    def _typed(self, sources: Mapping[str, Memory]) -> list[tuple[str, Memory, SourceTensor]]:
         missing = [n for n in sources if n not in self._shown]
         if missing:
             raise RefitError(f"source {missing[0]!r} was not part of the last capture")

@@ -18,9 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
+from reshard.refit.devices import tensor_of
 from reshard.refit.engine import Captured, EngineParameter
 from reshard.refit.engines.loader import Loader, LoaderEngine
 from reshard.refit.engines.places import Place, places_of
@@ -30,11 +28,11 @@ from reshard.refit.tensors import SourceTensor
 if TYPE_CHECKING:
     import torch
 
+    from reshard.refit.devices import Memory
+
     Tensors = dict[str, torch.Tensor | None]
 
 __all__ = ["RepackingEngine"]
-
-U8 = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,20 +117,20 @@ class RepackingEngine(LoaderEngine):
         with self._load_layout():
             return super().capture(manifest)
 
-    def load_materialised(self, sources: Mapping[str, U8], buffers: Mapping[str, U8]) -> None:
+    def load_materialised(self, sources: Mapping[str, Memory], buffers: Mapping[str, Memory]) -> None:
         """Run the loader on the load layout."""
         with self._load_layout():
             super().load_materialised(sources, buffers)
 
-    def read_live(self, name: str, into: U8) -> None:
+    def read_live(self, name: str, into: Memory) -> None:
         """Refused: the live bytes are in a kernel layout."""
         raise RefitError(f"parameter {name!r} is live in a kernel layout only; a refit must write all of it")
 
-    def write_live(self, buffers: Mapping[str, U8]) -> None:
+    def write_live(self, buffers: Mapping[str, Memory]) -> None:
         """Refused: the live memory is in a kernel layout."""
         raise RefitError(f"{type(self.model).__name__} is live in kernel layouts and cannot be streamed into")
 
-    def install(self, buffers: Mapping[str, U8]) -> None:
+    def install(self, buffers: Mapping[str, Memory]) -> None:
         """Fill the load layout from copies of ``buffers`` and repack it."""
         import torch
 
@@ -143,11 +141,13 @@ class RepackingEngine(LoaderEngine):
             tables.put()
         with torch.no_grad():
             for place in places:
-                raw = buffers.get(place.name)
-                for tensor in place.tensors if raw is not None else ():
+                if place.name not in buffers:
+                    continue
+                raw = tensor_of(buffers[place.name])
+                for tensor in place.tensors:
                     # A copy: the shadow buffer is read into again at the next refit.
                     geometry = self._geometry[id(tensor)][1]
-                    flat = torch.from_numpy(raw.copy()).view(geometry.dtype)  # type: ignore[union-attr]
+                    flat = raw.clone().view(geometry.dtype)
                     tensor.data = flat.as_strided(geometry.shape, geometry.stride).to(geometry.device)
         self._after_load(self.model)
 

@@ -20,11 +20,9 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
 from reshard.planner.errors import ReshardError, require
 from reshard.refit.capture import record
+from reshard.refit.devices import tensor_of
 from reshard.refit.engine import Captured, EngineParameter
 from reshard.refit.engines.loader import Loader, captured_of
 from reshard.refit.engines.places import places_of, signature_of, torch_dtype
@@ -36,9 +34,9 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import ModelConfig
 
-__all__ = ["VllmEngine"]
+    from reshard.refit.devices import Memory
 
-U8 = npt.NDArray[np.uint8]
+__all__ = ["VllmEngine"]
 
 
 class VllmEngine:
@@ -150,7 +148,7 @@ class VllmEngine:
                 source=met,
             ) from error
 
-    def read_live(self, name: str, into: U8) -> None:
+    def read_live(self, name: str, into: Memory) -> None:
         """Zeros, for declared padding and for what the loader writes whole; else refused.
 
         Raises
@@ -163,9 +161,9 @@ class VllmEngine:
                 f"parameter {name!r} is written in part, and what serves now is in a kernel layout: a refit of a vLLM "
                 "model must write each parameter whole"
             )
-        into.fill(0)
+        tensor_of(into).zero_()
 
-    def load_materialised(self, sources: Mapping[str, U8], buffers: Mapping[str, U8]) -> None:
+    def load_materialised(self, sources: Mapping[str, Memory], buffers: Mapping[str, Memory]) -> None:
         """Run the loader on staged sources over the load layout, whose memory is ``buffers`` where they name it."""
         require("torch", extra="torch")
         import torch
@@ -174,18 +172,18 @@ class VllmEngine:
         for name, raw in buffers.items():
             place = self._places[name]
 
-            def make(meta: torch.Tensor, place: LoadPlace = place, raw: U8 = raw) -> torch.Tensor:
+            def make(meta: torch.Tensor, place: LoadPlace = place, raw: Memory = raw) -> torch.Tensor:
                 return place.place.view_of(raw, meta)
 
             memory |= {(id(site.layer), site.attribute): make for site in place.sites}
         weights = [
-            (name, torch.from_numpy(raw).view(torch_dtype(self._shown[name].dtype)).view(self._shown[name].shape))
+            (name, tensor_of(raw).view(torch_dtype(self._shown[name].dtype)).view(self._shown[name].shape))
             for name, raw in sources.items()
         ]
         with load_layout(self.model, memory), torch.no_grad():
             self._loader(weights)
 
-    def install(self, buffers: Mapping[str, U8]) -> None:
+    def install(self, buffers: Mapping[str, Memory]) -> None:
         """Let vLLM reload each layer from its shadow buffers.
 
         Raises
@@ -200,7 +198,7 @@ class VllmEngine:
             initialize_layerwise_reload,
         )
 
-        wanted: dict[int, list[tuple[str, LoadPlace, U8]]] = {}
+        wanted: dict[int, list[tuple[str, LoadPlace, Memory]]] = {}
         for name, raw in buffers.items():
             for site in self._places[name].sites:
                 wanted.setdefault(id(site.layer), []).append((site.attribute, self._places[name], raw))
@@ -216,7 +214,7 @@ class VllmEngine:
             raise
 
 
-def _reload_layer(layer: torch.nn.Module, parts: Iterable[tuple[str, LoadPlace, U8]]) -> None:
+def _reload_layer(layer: torch.nn.Module, parts: Iterable[tuple[str, LoadPlace, Memory]]) -> None:
     """Give one layer, which vLLM has put into its load layout, its new weights, and let vLLM process them."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info

@@ -156,7 +156,7 @@ def test_a_fence_of_nothing_still_marks_the_header() -> None:
             tensors=local_tensors(tensors(0)),
         )
         publisher.fence(timeout_s=1.0)
-        header = Header.parse(publisher._seqlock._memory.tobytes(), holder="trainer-0")
+        header = Header.parse(publisher._seqlock.memory.tobytes(), holder="trainer-0")
         assert header.sequence % 2 == 1
         publisher.publish(epoch=0, step=0, timeout_s=5.0)
         with pytest.raises(PublishError, match="fence it before"):
