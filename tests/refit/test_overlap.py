@@ -195,19 +195,27 @@ def test_a_cell_that_was_overwritten_meanwhile_is_called_torn(monkeypatch: pytes
     with one_trainer() as (cluster, wire, engine):
         buffer = cluster.publishers[0]._newest
         assert buffer is not None
-        real_post, n_posts = wire.post, [0]
+        real_post, real_feed, n_posts = wire.post, Verifier.feed, [0]
 
         def post(prepared: Prepared, **more: float) -> object:
             n_posts[0] += prepared.nbytes >= 1024
             if n_posts[0] == 3:
                 buffer.seqlock.begin()
-                buffer.data[-700:] ^= 0x40
+                buffer.data[3 * 4096 : 3 * 4096 + 700] ^= 0x40
             return real_post(prepared, **more)  # type: ignore[arg-type]
 
+        def feed(self: Verifier, batch: int, lost: object = ()) -> None:
+            real_feed(self, batch, lost)  # type: ignore[arg-type]
+            if batch == 3:
+                until(lambda: bool(self._bad), "the wrong cell is found")
+
         monkeypatch.setattr(wire, "post", post)
+        monkeypatch.setattr(Verifier, "feed", feed)
         (error,) = cluster.refit(1)
         assert isinstance(error, TornReadError)
         assert "'trainer-0'" in str(error)
+        assert isinstance(error.__context__, VerificationError)
+        assert n_posts[0] < N_BATCHES
         assert serves(cluster, engine, 0)
         assert not crew_threads()
 
