@@ -76,6 +76,51 @@ def captured(reads: Reads) -> Any:
     return CaptureResult(copies=copies)
 
 
+class CannedClient:
+    """Answers its discovery with messages made beforehand; each answer is parsed anew, as from a wire."""
+
+    def __init__(self, tables: list[list[Any]]) -> None:
+        from modelexpress import p2p_pb2
+        from modelexpress.refit.reshard.rendezvous import wrap_rendezvous_blob
+
+        self._pb = p2p_pb2
+        refs, self._metadata = [], {}
+        for rank, table in enumerate(tables):
+            blob = wrap_rendezvous_blob(b"m" * 1024, f"mx-{rank}", "10.0.0.1:5555", table, 1)
+            worker = p2p_pb2.WorkerMetadata(worker_rank=rank, nixl_metadata=blob, status=p2p_pb2.SOURCE_STATUS_READY)
+            refs.append(p2p_pb2.SourceInstanceRef(mx_source_id="source", worker_id=str(rank), worker_rank=rank))
+            answer = p2p_pb2.GetMetadataResponse(found=True, worker=worker, mx_source_id="source", worker_id=str(rank))
+            self._metadata[str(rank)] = answer.SerializeToString()
+        self._list = p2p_pb2.ListSourcesResponse(instances=refs).SerializeToString()
+
+    def list_sources(self, identity: Any, status_filter: Any = None) -> Any:
+        return self._pb.ListSourcesResponse.FromString(self._list)
+
+    def get_metadata(self, source_id: str, worker_id: str) -> Any:
+        return self._pb.GetMetadataResponse.FromString(self._metadata[worker_id])
+
+
+def discovery_s(tables: list[list[Any]], reps: int) -> list[float]:
+    """Seconds of its `discover_trainers` for these tables, without its server and its network.
+
+    It does this at every refit: a list of sources, then one answer a rank with the whole shard table, decoded.
+    """
+    import logging
+
+    from modelexpress.refit.reshard.rendezvous import MxReshardRendezvous
+
+    logging.getLogger("modelexpress").setLevel(logging.ERROR)
+    theirs = MxReshardRendezvous(CannedClient(tables), "inference", 0, "bench")
+    times = []
+    for _ in range(reps):
+        since = time.perf_counter()
+        found = theirs.discover_trainers(len(tables), timeout=10.0)
+        times.append(time.perf_counter() - since)
+        if sum(p.entry_count() for p in found) != sum(len(t) for t in tables):
+            raise RuntimeError("it discovers other tables than those that were published")
+    return times
+
+
 def run(tables: list[list[Any]], capture: Any, useful_bytes: int, *, gc_on: bool) -> AncestorResult:
     """Merge, build and plan once; it must move exactly the bytes that ours does."""
     from modelexpress.refit.reshard.rendezvous import build_sources, merge_shard_tables

@@ -6,8 +6,9 @@ on this machine.
 1. The transport alone: the refit's own prepared lists, posted and waited for, nothing else.
 2. Warm refits with verification off, sampled and full; install apart.
 3. The cold refit by stage; discover + vote on their own.
-4. Beside them, in the same run: what ModelExpress 0.7.0 spends on merging and planning the same tables (if it is
-   installed), and torch.distributed broadcast (gloo) of the same bytes followed by slicing (if torch is installed).
+4. Beside them, in the same run: what ModelExpress 0.7.0 spends on discovering, merging and planning the same tables
+   (if it is installed), and torch.distributed broadcast (gloo) of the same bytes followed by slicing (if torch is
+   installed).
 
     python -m benchmarks.refit [--mib 1024] [--transport memory] [--reps 5] [--json FILE] [--results FILE]
 """
@@ -225,7 +226,9 @@ def measure(mib: int, transport: str, reps: int, log: Callable[[str], None]) -> 
                         kept.setdefault(stage, []).append(seconds)
                     if report.cold or report.new_registrations:
                         out.warm_was_cold = True
-            lists = [p for b in list(receiver.reader._bindings.values())[-1:] for wave in b.waves for p in wave]
+            # Those of the refits with digests off: one for each trainer.
+            bound = [b for (_, batched, _), b in receiver.reader._bindings.items() if not batched][-1]
+            lists = [p for batch in bound.batches for p in batch.lists]
             since = time.perf_counter()
             read(bench.transport, lists, timeout_s=TIMEOUT_S)
             if rep:
@@ -247,7 +250,7 @@ def measure(mib: int, transport: str, reps: int, log: Callable[[str], None]) -> 
 
 
 def ancestor(mib: int, reps: int) -> dict[str, float] | str:
-    """Merge, build and plan of ModelExpress for the same tables: what it spends at each refit."""
+    """Discovery, merge, build and plan of ModelExpress for the same tables: what it spends at each refit."""
     try:
         from benchmarks import ancestor as theirs
         from benchmarks.workloads import Reads, Spec, fsdp
@@ -257,10 +260,12 @@ def ancestor(mib: int, reps: int) -> dict[str, float] | str:
         reads = Reads(specs)
         for i, spec in enumerate(specs):
             reads.add(i, (0, 0), spec.shape, reads.buffer(spec.name, spec.shape), 0, spec.shape[-1])
+        discovery = theirs.discovery_s(tables, reps)
         runs = [theirs.run(tables, theirs.captured(reads), reads.useful_bytes, gc_on=True) for _ in range(reps)]
     except ImportError as error:
         return f"not measured: {error}"
     return {
+        "discovery_s": statistics.median(discovery),
         "merge_s": statistics.median(r.merge_s for r in runs),
         "build_s": statistics.median(r.build_s for r in runs),
         "plan_s": statistics.median(r.plan_s for r in runs),
@@ -347,7 +352,10 @@ def sections(out: Measured) -> list[Section]:
         beside.text(
             "ModelExpress 0.7.0 on the same tables, at each refit: "
             + ", ".join(f"{k.removesuffix('_s')} {fmt(v * 1e3)} ms" for k, v in theirs.items())
-            + f". Ours: capture, plan and checks {fmt(ours * 1e3)} ms once, nothing on a warm refit."
+            + "; discovery is its own function without its server and network, planning without its capture. "
+            f"Ours: capture, plan and checks {fmt(ours * 1e3)} ms once, nothing on a warm refit; discovery, with the "
+            f"service in a process of its own, {fmt(off.get('discover', 0.0) * 1e3)} ms warm (version, lease and region "
+            f"bases in one call), {fmt(out.cold_s.get('discover', 0.0) * 1e3)} ms cold (tables too)."
         )
     else:
         beside.text(f"ModelExpress: {theirs}.")
