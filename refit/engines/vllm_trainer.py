@@ -94,15 +94,17 @@ class ShardedSource(Protocol):
         ...
 
 
-def checkpoint_source(module: PreTrainedModel, *, copies_over: Sequence[str] = ()) -> WeightSource:
+def checkpoint_source(
+    module: PreTrainedModel, *, plain_ranks: Sequence[int] | None = None, copies_over: Sequence[str] = ()
+) -> WeightSource:
     """A vLLM ``WeightSource`` over a transformers model, plain or under FSDP2, HSDP or TP, under checkpoint names.
 
     Parameters
     ----------
-    copies_over
+    plain_ranks, copies_over
         As in `reshard.refit.adapters.torch_dtensor.local_tensors`.
     """
-    return _source_type()(module, tuple(copies_over))
+    return _source_type()(module, plain_ranks, tuple(copies_over))
 
 
 @cache
@@ -117,12 +119,15 @@ def _source_type() -> Any:
     class CheckpointSource(WeightSource):  # type: ignore[misc]
         """Yields whole tensors to whom asks for them, and boxes to this back end."""
 
-        def __init__(self, module: PreTrainedModel, copies_over: tuple[str, ...]) -> None:
-            self._module, self._copies_over = module, copies_over
+        def __init__(
+            self, module: PreTrainedModel, plain_ranks: Sequence[int] | None, copies_over: tuple[str, ...]
+        ) -> None:
+            self._module, self._plain_ranks, self._copies_over = module, plain_ranks, copies_over
             self._names = CheckpointNames.of_model(module)
 
         def local_tensors(self) -> Sequence[LocalTensor]:
-            return self._names.apply(local_tensors(self._module, copies_over=self._copies_over))
+            held = local_tensors(self._module, plain_ranks=self._plain_ranks, copies_over=self._copies_over)
+            return self._names.apply(held)
 
         def metadata(self) -> list[ParamMeta]:
             whole: dict[str, torch.Tensor] = {

@@ -1,13 +1,13 @@
-"""A vLLM engine under test, driven through its own public calls."""
+"""A vLLM engine under test, or one started from a checkpoint to compare with, driven through its own public calls."""
 
 from __future__ import annotations
 
-import json
+import gc
+import os
 import sys
-from pathlib import Path
 from typing import Any
 
-from tests.vllm.children import answer
+from tests.vllm.children import host
 from tests.vllm.models import N_NEW_TOKENS, PROMPTS, digests, sabotage
 
 
@@ -25,9 +25,19 @@ class Engine:
             dtype="bfloat16",
             max_model_len=64,
             max_num_seqs=8,
+            kv_cache_memory_bytes=64 << 20,
             weight_transfer_config=backend,
             **arguments.get("llm", {}),
         )
+
+    def close(self) -> None:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":  # the worker was this process
+            cleanup_dist_env_and_memory()
+        gc.collect()
 
     def init(self, info: dict[str, Any]) -> None:
         self.llm.init_weight_transfer_engine({"init_info": info})
@@ -94,20 +104,6 @@ class LocalClient:
         self.llm.finish_weight_update(weight_version)
 
 
-def main() -> None:
-    engine = Engine(json.loads(Path(sys.argv[2]).read_text()))
-    answer(
-        sys.argv[1],
-        {
-            "init": engine.init,
-            "refit": engine.refit,
-            "generate": engine.generate,
-            "send": engine.send,
-            "weights": engine.weights,
-            "break_next_install": engine.break_next_install,
-        },
-    )
-
-
 if __name__ == "__main__":
-    main()
+    commands = ("init", "refit", "generate", "send", "weights", "break_next_install")
+    host(sys.argv[1], Engine, commands)

@@ -35,7 +35,6 @@ COMMON: dict[str, Any] = {
 def config_of(family: str, **changes: Any) -> Any:
     import transformers
 
-    settings = COMMON | changes
     if family == "qwen3_moe":
         kind, own = (
             transformers.Qwen3MoeConfig,
@@ -43,7 +42,7 @@ def config_of(family: str, **changes: Any) -> Any:
                 "head_dim": 32,
                 "intermediate_size": 256,
                 "moe_intermediate_size": 64,
-                "num_experts": 4,
+                "num_experts": 6,
                 "num_experts_per_tok": 2,
                 "tie_word_embeddings": False,
             },
@@ -63,7 +62,37 @@ def config_of(family: str, **changes: Any) -> Any:
             },
         )
     elif family == "gemma3":
-        kind, own = transformers.Gemma3TextConfig, {"head_dim": 32, "intermediate_size": 256, "sliding_window": 64}
+        kind, own = (
+            transformers.Gemma3TextConfig,
+            {
+                "head_dim": 32,
+                "intermediate_size": 256,
+                "sliding_window": 64,
+                "initializer_range": 0.02,  # Gemma scales its embeddings, and larger ones only ever repeat the prompt
+            },
+        )
+    elif family == "deepseek_v3":
+        kind, own = (
+            transformers.DeepseekV3Config,
+            {
+                "intermediate_size": 256,
+                "moe_intermediate_size": 64,
+                "first_k_dense_replace": 1,
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "n_shared_experts": 1,
+                "n_group": 1,
+                "topk_group": 1,
+                "topk_method": "noaux_tc",
+                "q_lora_rank": 64,
+                "kv_lora_rank": 512,  # with 64 for positions: what vLLM's MLA kernel for CPUs takes
+                "qk_rope_head_dim": 64,
+                "qk_nope_head_dim": 32,
+                "v_head_dim": 32,
+                "num_key_value_heads": 4,
+                "tie_word_embeddings": False,
+            },
+        )
     elif family == "mamba":
         return transformers.MambaConfig(
             vocab_size=VOCABULARY,
@@ -80,7 +109,7 @@ def config_of(family: str, **changes: Any) -> Any:
         )
     else:
         raise ValueError(family)
-    return kind(**(own | settings))
+    return kind(**(COMMON | own | changes))
 
 
 def digests(model: Any) -> dict[str, str]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
-from tests.vllm.children import answer
+from tests.vllm.children import host
 from tests.vllm.models import VOCABULARY, config_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,6 +18,9 @@ from reshard.refit.adapters.transformers_names import CheckpointNames
 from reshard.refit.publisher import Publisher
 from reshard.rendezvous import Rendezvous
 from reshard.transports import open_transport
+
+BIAS = "e_score_correction_bias"
+"""DeepSeek's router bias: a float32 buffer, on every rank, that never goes through bfloat16."""
 
 
 class Trainer:
@@ -50,12 +51,13 @@ class Trainer:
             slot=slots[self.rank],
             slots=slots,
             wire_dtype="bfloat16",
+            wire_dtype_exceptions=[f"*{BIAS}"],
         )
         self.epoch = self.publisher.open_epoch(arguments["store"])
 
     def publish(self, step: int) -> None:
         held = []
-        for tensor in self.names.apply(local_tensors(self.model)):
+        for tensor in self.names.apply(local_tensors(self.model, plain_ranks=range(self.n))):
             name = tensor.name
             for old, new in self.rename.items():
                 name = name.replace(old, new)
@@ -69,15 +71,25 @@ class Trainer:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return float(loss)
+        for bias in self.biases().values():  # as DeepSeek balances its experts: by a rule, the same on every rank
+            bias += 0.1 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(step))
+        return float(loss.detach())
+
+    def biases(self) -> dict[str, torch.Tensor]:
+        return {name: buffer for name, buffer in self.model.named_buffers() if name.endswith(BIAS)}
 
     def save(self, folder: str) -> None:
         full = {n: p.full_tensor().detach().to(torch.bfloat16) for n, p in self.model.named_parameters()}
+        full |= {name: bias.clone() for name, bias in self.biases().items()}
         if self.rank == 0:
             saved = transformers.AutoModelForCausalLM.from_config(self.config, dtype=torch.bfloat16)
             saved.load_state_dict(full, strict=False, assign=True)
             saved.tie_weights()
             saved.save_pretrained(folder)
+
+    def hang_up(self) -> None:
+        """Let nobody read any more, without a word to the rendezvous."""
+        self.wire.close()
 
     def close(self) -> None:
         self.publisher.close()
@@ -93,6 +105,4 @@ def _renamed(tensor: Any, name: str) -> Any:
 
 
 if __name__ == "__main__":
-    trainer = Trainer(json.loads(Path(sys.argv[2]).read_text()))
-    answer(sys.argv[1], {"publish": trainer.publish, "train": trainer.train, "save": trainer.save})
-    trainer.close()
+    host(sys.argv[1], Trainer, ("publish", "train", "save", "hang_up"))
