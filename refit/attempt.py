@@ -22,7 +22,7 @@ from reshard.refit.clock import StageClock
 from reshard.refit.deadline import Deadline
 from reshard.refit.errors import HolderLostError, QuarantinedError, RefitAborted, RefitError, RefitTimeoutError
 from reshard.refit.lease import LeaseKeeper
-from reshard.refit.loading import Reading, read_plan
+from reshard.refit.loading import Loaded, Reading, read_plan
 from reshard.refit.planning import Planned
 from reshard.refit.report import RefitReport
 from reshard.refit.sentinel import fill_sentinel
@@ -34,6 +34,7 @@ from reshard.transports.errors import TransportError
 
 if TYPE_CHECKING:
     from reshard.refit.receiver import Receiver
+    from reshard.refit.streaming import StreamPart
     from reshard.rendezvous import Manifest
 
 logger = logging.getLogger(__name__)
@@ -159,15 +160,10 @@ class Attempt:
                     self._load(manifest, planned)
                 else:
                     r.bench.require_trusted(planned, quarantined=r.state == "quarantined")
+                    r.bench.probe_parts(manifest, self._deadline, batched=self._batched, stall_s=r.stall_s)
                     r.bench.pause_engine()
             except TransportError as error:
-                bad = failed_peers(error) & {slot.slot for slot in manifest.slots}
-                r.bench.drop(bad, self._deadline.left_s)
-                if not bad or bad <= self._account.without:
-                    raise
-                self._account.without |= bad
-                self._cause = error
-                logger.warning("member %s goes on without %s: %s", r.member, ", ".join(sorted(bad)), error)
+                self._go_without(manifest, error)
             except (CoverageError, PlanError) as gap:
                 if self._cause is None:
                     raise
@@ -175,6 +171,17 @@ class Attempt:
             else:
                 self.machine.advance(RefitStage.LOADED)
                 return planned
+
+    def _go_without(self, manifest: Manifest, error: TransportError) -> None:
+        """Leave the holders that ``error`` blames, with nothing behind on them; raise it where it blames no new one."""
+        r = self._receiver
+        bad = failed_peers(error) & {slot.slot for slot in manifest.slots}
+        r.bench.drop(bad, self._deadline.left_s)
+        if not bad or bad <= self._account.without:
+            raise error
+        self._account.without |= bad
+        self._cause = error
+        logger.warning("member %s goes on without %s: %s", r.member, ", ".join(sorted(bad)), error)
 
     def _prepare(self, manifest: Manifest) -> Planned:
         r, clock = self._receiver, self._account.clock
@@ -356,23 +363,42 @@ class Attempt:
             if self._sentinel:
                 fill_sentinel(r.reader.device, part.buffers)
             part.seed(r.bench.stream_engine())
-            loaded = read_plan(
-                self._reading(manifest),
-                part.reader,
-                part.plan,
-                part.checks,
-                manifest,
-                deadline,
-                without=self._account.without,
-                seeded=planned.seeded,
-                enter=self._account.clock.enter,
-                check_lease=self._check_lease,
-            )
+            loaded = self._read_part(manifest, planned, part, deadline)
             self._account.without |= loaded.lost
             self._account.loaded.add(loaded)
             self._account.clock.enter("install")
             part.write(r.bench.stream_engine())
         self._release()
+
+    def _read_part(self, manifest: Manifest, planned: Planned, part: StreamPart, deadline: Deadline) -> Loaded:
+        """Read one part, from replicas where its holders fail; nothing live is touched by it."""
+        r = self._receiver
+        while True:
+            try:
+                part = r.bench.part_without(part, self._account.without, manifest, deadline)
+                return read_plan(
+                    self._reading(manifest),
+                    part.reader,
+                    part.plan,
+                    part.checks,
+                    manifest,
+                    deadline,
+                    without=self._account.without,
+                    seeded=planned.seeded,
+                    enter=self._account.clock.enter,
+                    check_lease=self._check_lease,
+                )
+            except TransportError as error:
+                self._go_without(manifest, error)
+            except (CoverageError, PlanError) as gap:
+                if self._cause is None:
+                    raise
+                raise HolderLostError(self._account.without, self._cause, gap) from self._cause
+
+    @property
+    def _batched(self) -> bool:
+        """Whether cells are verified while more is read, as `read_plan` decides it."""
+        return self._receiver.verify != "off" and not self._sentinel
 
     def _failed_install(self, manifest: Manifest, error: BaseException, deadline: Deadline) -> None:
         """Say that it failed, and serve nothing."""

@@ -7,10 +7,14 @@ transport before it is dialled, so a holder that was never acquired is never rel
 
 Holders are dialled side by side, all tries of all of them within half of the time that is left: one that is silent
 costs neither the others their connections nor the refit the time to read from its replicas.
+
+A transport knows its peers by name, so two receivers on one transport cannot both be connected to a holder: the second
+one is refused, and told to open a transport of its own.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,8 +33,11 @@ __all__ = ["Links"]
 
 _SHARE = 0.5
 """Share of the time left that dialling may take."""
-_DIALS = 8
+_DIALS = 64
 """Holders dialled at once."""
+
+
+_ALL: weakref.WeakSet[Links] = weakref.WeakSet()
 
 
 @dataclass(slots=True)
@@ -54,6 +61,7 @@ class Links:
         self.retry = retry if retry is not None else RetryPolicy()
         self._listeners: list[Callable[[], None]] = []
         self._links: dict[str, _Link] = {}
+        _ALL.add(self)
 
     def __len__(self) -> int:
         return len(self._links)
@@ -81,10 +89,10 @@ class Links:
         Raises
         ------
         RefitError
-            If a holder offers no endpoint for this transport.
+            If a holder offers no endpoint for this transport, or another receiver on it is connected to one.
         TransportError
-            If some cannot be reached: the first one's error, with the state of each that was dialled in ``failures``.
-            All others are connected.
+            If some cannot be reached: the first one's error, with the state of each in ``failures``. All others are
+            connected.
         """
         wanted: dict[str, tuple[SlotRecord, bytes]] = {}
         for record in records:
@@ -109,9 +117,11 @@ class Links:
             missing.append((name, record, endpoint))
         if not missing:
             return ()
-        budget = Deadline(deadline.remaining("connect") * _SHARE, deadline.what)
+        self._require_free([name for name, _, _ in missing])
+        rounds = -(-len(missing) // _DIALS)
+        share_s = deadline.remaining("connect") * _SHARE / rounds
         with ThreadPoolExecutor(min(len(missing), _DIALS), thread_name_prefix="reshard-dial") as pool:
-            answers = list(pool.map(lambda row: self._dial(row[0], row[2], budget), missing))
+            answers = list(pool.map(lambda row: self._dial(row[0], row[2], Deadline(share_s, deadline.what)), missing))
         failed: dict[str, TransportError] = {}
         other: BaseException | None = None
         for (name, record, endpoint), answer in zip(missing, answers, strict=True):
@@ -126,10 +136,19 @@ class Links:
         if failed:
             first = next(iter(failed.values()))
             first.failures.update({name: f"failed: {error}" for name, error in failed.items()})
-            for name, _, _ in missing:
-                first.failures.setdefault(name, "done")
+            for name in wanted:
+                first.failures.setdefault(name, "done: connected")
             raise first
         return tuple(name for name, _, _ in missing)
+
+    def _require_free(self, names: Sequence[str]) -> None:
+        others = [o for o in tuple(_ALL) if o is not self and o._transport is self._transport]
+        taken = sorted({n for o in others for n in o.names() if n in names})
+        if taken:
+            raise RefitError(
+                f"holder {taken[0]!r} ({len(taken)} such): another receiver is connected to it on this "
+                f"{self._transport.name!r} transport; give each receiver a transport of its own"
+            )
 
     def _dial(self, name: str, endpoint: bytes, budget: Deadline) -> Peer | BaseException:
         """The peer, or what went wrong: no dial may lose what the others have come to."""

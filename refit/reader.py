@@ -226,6 +226,20 @@ class Reader:
             self._bindings.popitem(last=False)[1].close()
         return made
 
+    def probe(self, manifest: Manifest, checks: Checks | None, deadline: Deadline, stall_s: float | None) -> None:
+        """Read the holders' headers alone: whether each of them is there and holds the version.
+
+        Raises
+        ------
+        TransportError
+            A holder that is not.
+        TornReadError
+            One that holds another version.
+        """
+        bound = self.bind(manifest, checks)
+        read_waves(self._transport, [bound.before], lambda k: None, deadline, stall_s=stall_s)
+        self._headers("before", manifest, {})
+
     def read(
         self,
         bound: Bound,

@@ -73,7 +73,7 @@ def pack_parts(planned: Planned, budget_bytes: int) -> list[list[str]]:
     return parts
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class StreamPart:
     """One part: its plan, its reader, and what it writes."""
 
@@ -110,7 +110,13 @@ class Streamer:
     def __init__(
         self, transport: Transport, links: Links, planned: Planned, *, budget_bytes: int, verify: Mode, reader: Reader
     ) -> None:
-        self._planned = planned
+        self._planned, self._transport, self._links, self._verify, self._reader = (
+            planned,
+            transport,
+            links,
+            verify,
+            reader,
+        )
         made = planned.plan
         sizes = dict(zip(made.buffers.names_list, made.buffer_bytes.tolist(), strict=True))
         names = pack_parts(planned, budget_bytes)
@@ -127,26 +133,47 @@ class Streamer:
         index = {name: i for i, name in enumerate(made.buffers.names_list)}
         for part in names:
             wanted = np.isin(made.reads.buffer_id, [index[n] for n in part])
-            sub = plan(
-                made.sources,
-                with_buffers(made.reads.take(np.flatnonzero(wanted)), [index[n] for n in part]),
-                made.options,
-            )
-            checks = build_checks(sub) if verify != "off" else None
-            own = Reader(transport, swaps=False, on_allocate=hook, links=links, device=reader.device)
+            reads = with_buffers(made.reads.take(np.flatnonzero(wanted)), [index[n] for n in part])
             at = 0
             views: dict[str, Memory] = {}
             for name in part:
                 views[name] = self._arena.memory[at : at + sizes[name]]
                 at += -(-sizes[name] // _ALIGN) * _ALIGN
-            own.adopt(sub, checks.n_cells if checks is not None else {}, borrowed=views)
-            own.allocate()
-            reader.new_registrations += own.new_registrations
-            self._parts.append(StreamPart(sub, checks, own, views, planned))
+            self._parts.append(self._part(plan(made.sources, reads, made.options), views))
+
+    def _part(self, made: Plan, views: Mapping[str, Memory]) -> StreamPart:
+        """A part that reads ``made`` into its share of the arena."""
+        checks = build_checks(made) if self._verify != "off" else None
+        own = Reader(
+            self._transport,
+            swaps=False,
+            on_allocate=self._reader.on_allocate,
+            links=self._links,
+            device=self._reader.device,
+        )
+        own.adopt(made, checks.n_cells if checks is not None else {}, borrowed=views)
+        own.allocate()
+        self._reader.new_registrations += own.new_registrations
+        return StreamPart(made, checks, own, views, self._planned)
+
+    def replace(self, part: StreamPart, lost: frozenset[str]) -> StreamPart:
+        """Plan a part anew without ``lost`` holders; it takes the other one's place, and its memory.
+
+        Raises
+        ------
+        CoverageError
+            What no other holder has; the part stays as it was.
+        """
+        sources = part.plan.sources
+        left = sources.replace(removed=[name for name in sorted(lost) if name in sources.by_name])
+        made = self._part(plan(left, part.plan.reads, part.plan.options), part.buffers)
+        part.reader.release()
+        self._parts[self._parts.index(part)] = made
+        return made
 
     def parts(self) -> Sequence[StreamPart]:
         """All parts, in order."""
-        return self._parts
+        return tuple(self._parts)
 
     def close(self) -> None:
         """Free lists and memory."""

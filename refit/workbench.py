@@ -219,6 +219,12 @@ class Workbench:
                 f"member {self.settings.member!r}: parameter {left_out[0]!r} ({len(left_out)} such) is not part of "
                 f"this refit, but {type(self.engine).__name__} keeps no load layout: each refit must write them all"
             )
+        left = sorted(set(planned.captured.reads.buffers.names_list) - written)
+        if quarantined and left:
+            raise QuarantinedError(
+                f"member {self.settings.member!r} is quarantined and this refit leaves {left[0]!r} as it is "
+                f"({len(left)} such parameters), whatever version that is of; refit in full"
+            )
         if planned.seeded and quarantined:
             raise QuarantinedError(
                 f"member {self.settings.member!r} is quarantined and this refit writes {planned.seeded[0]!r} in "
@@ -245,6 +251,37 @@ class Workbench:
         if self._streamer is None:
             raise RefitError("nothing was allocated for streaming")
         return self._streamer.parts()
+
+    def probe_parts(self, manifest: Manifest, deadline: Deadline, *, batched: bool, stall_s: float | None) -> None:
+        """Whether the holder of each part is there and holds the version, as far as that can be known before the vote.
+
+        Raises
+        ------
+        TransportError, TornReadError
+            As `reshard.refit.reader.Reader.probe`.
+        """
+        for part in self._streamer.parts() if self._streamer is not None else ():
+            part.reader.probe(manifest, part.checks if batched else None, deadline, stall_s)
+
+    def part_without(
+        self, part: StreamPart, lost: frozenset[str], manifest: Manifest, deadline: Deadline
+    ) -> StreamPart:
+        """The part itself, or one that reads the same from other holders than ``lost`` ones, which are connected.
+
+        Raises
+        ------
+        CoverageError
+            What no other holder has.
+        TransportError
+            One that cannot be reached, or memory that is in doubt: then nothing can be read into it any more.
+        """
+        if self._streamer is None:
+            raise TransferTimeoutError("the arena to stream through is in doubt: a late read may still write into it")
+        if not lost & {h.name for h in part.plan.holders}:
+            return part
+        other = self._streamer.replace(part, lost)
+        self.reader.links.ensure([manifest.slot(h.name) for h in other.plan.holders], deadline, exact=False)
+        return other
 
     def stream_engine(self) -> StreamEngine:
         """The engine, as one that can be written in place."""

@@ -1,0 +1,225 @@
+"""Dials: side by side, within one budget; what is given up leaves nothing behind, what was reached is kept."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from tests.refit.cluster import tp_cluster, tp_engine, weights
+
+from reshard.refit.deadline import Deadline
+from reshard.refit.errors import HolderLostError, RefitAborted, RefitError
+from reshard.refit.links import Links
+from reshard.refit.receiver import Receiver
+from reshard.refit.retry import RetryPolicy, policy_of
+from reshard.refit.settings import RetrySettings
+from reshard.refit.settings import retry as retry_of_environment
+from reshard.rendezvous.types import SlotRecord
+from reshard.transports.errors import PeerError, TransferTimeoutError
+
+
+class FakePeer:
+    failed = ""
+
+    def __init__(self, wire: Wire, name: str) -> None:
+        self._wire, self.name = wire, name
+
+    def close(self) -> None:
+        self._wire.connected.discard(self.name)
+
+
+@dataclass
+class Wire:
+    """A transport that only dials; ``answers`` says how each name does."""
+
+    name: str = "wire"
+    answers: Mapping[str, object] = field(default_factory=dict)
+    connected: set[str] = field(default_factory=set)
+    dials: list[str] = field(default_factory=list)
+
+    def connect(self, endpoint: bytes, *, timeout_s: float, name: str) -> FakePeer:
+        if name in self.connected:
+            raise PeerError(f"peer {name!r} is connected already", peer=name)
+        self.dials.append(name)
+        answer = self.answers.get(name)
+        if answer == "silent":
+            threading.Event().wait(timeout_s)
+            raise TransferTimeoutError(f"{name} says nothing", peer=name)
+        if isinstance(answer, Exception):
+            raise answer
+        self.connected.add(name)
+        return FakePeer(self, name)
+
+
+def record(slot: str, worker: str = "a" * 32, transport: str = "wire") -> SlotRecord:
+    none = np.zeros(0, np.uint64)
+    return SlotRecord(
+        slot=slot,
+        worker_id=worker,
+        host="h",
+        endpoints={transport: b"here"},
+        table_digest=b"d" * 32,
+        region_bases=none,
+        region_bytes=none.astype(np.int64),
+    )
+
+
+def test_one_silent_holder_costs_neither_the_others_nor_the_time() -> None:
+    """Case T2, and the dead one comes first."""
+    wire = Wire(answers={"a": "silent"})
+    links = Links(wire, RetryPolicy(2, 0.01))  # type: ignore[arg-type]
+    deadline = Deadline(2.0, "a refit")
+    with pytest.raises(TransferTimeoutError, match="a says nothing") as caught:
+        links.ensure([record(n) for n in "abc"], deadline)
+    assert set(links.names()) == {"b", "c"} == wire.connected
+    assert caught.value.failures["a"].startswith("failed")
+    assert caught.value.failures["b"].startswith("done")
+    assert wire.dials.count("a") == 2
+    assert deadline.left_s > 0.5, "there is time left to read from replicas"
+
+
+def test_many_silent_holders_do_not_keep_a_healthy_one_from_its_turn() -> None:
+    silent = [f"s{i}" for i in range(12)]
+    wire = Wire(answers=dict.fromkeys(silent, "silent"))
+    links = Links(wire, RetryPolicy(1))  # type: ignore[arg-type]
+    with pytest.raises(TransferTimeoutError) as caught:
+        links.ensure([record(n) for n in (*silent, "well")], Deadline(1.0, "a refit"))
+    assert links.names() == ("well",)
+    assert sum(s.startswith("failed") for s in caught.value.failures.values()) == 12
+
+
+def test_an_error_that_nobody_expected_loses_no_peer() -> None:
+    answers: dict[str, object] = {"b": OSError("too many open files")}
+    wire = Wire(answers=answers)
+    links = Links(wire, RetryPolicy(1))  # type: ignore[arg-type]
+    with pytest.raises(OSError, match="too many open files"):
+        links.ensure([record(n) for n in "abc"], Deadline(5.0, "a refit"))
+    assert set(links.names()) == {"a", "c"} == wire.connected
+    answers.clear()
+    assert links.ensure([record(n) for n in "abc"], Deadline(5.0, "a refit")) == ("b",)
+    links.close()
+    assert not wire.connected
+
+
+def test_a_holder_of_another_transport_is_refused_before_any_peer_is_released() -> None:
+    wire = Wire()
+    links = Links(wire)  # type: ignore[arg-type]
+    links.ensure([record("a")], Deadline(5.0, "a refit"))
+    with pytest.raises(RefitError, match=r"holder 'c' offers transports \['other'\]"):
+        links.ensure([record("b"), record("c", transport="other")], Deadline(5.0, "a refit"))
+    assert links.names() == ("a",)
+
+
+def test_two_receivers_on_one_transport_are_told_apart() -> None:
+    wire = Wire()
+    one, two = Links(wire), Links(wire)  # type: ignore[arg-type]
+    one.ensure([record("a")], Deadline(5.0, "a refit"))
+    with pytest.raises(RefitError, match=r"holder 'a' .*another receiver.*a transport of its own"):
+        two.ensure([record("a"), record("b")], Deadline(5.0, "a refit"))
+    assert wire.dials == ["a"], "refused before anything was dialled"
+    one.close()
+    assert two.ensure([record("a")], Deadline(5.0, "a refit")) == ("a",)
+    assert Links(Wire()).ensure([record("a")], Deadline(5.0, "a refit")) == ("a",)  # type: ignore[arg-type]
+
+
+def test_a_second_receiver_on_a_transport_keeps_what_it_serves() -> None:
+    """Case: two groups in one process that were given one transport."""
+    with tp_cluster() as cluster:
+        cluster.publish(0, weights(0))
+        cluster.refit_ok(0)
+        late = Receiver(
+            cluster.receiver_transports[0],
+            cluster.rendezvous,
+            tp_engine(0),
+            model="m",
+            group="other",
+            members=["x"],
+            member="x",
+            allow_unconsumed=["*"],
+        )
+        with pytest.raises(RefitError, match="a transport of its own"):
+            late.refit(0, timeout_s=10.0)
+        late.close()
+        cluster.publish(1, weights(1))
+        cluster.refit_ok(1)
+        assert not cluster.leftovers()
+
+
+def test_another_worker_at_the_same_endpoint_is_dialled_anew() -> None:
+    """A process that registered again may have lost what it served."""
+    wire = Wire()
+    links = Links(wire)  # type: ignore[arg-type]
+    assert links.ensure([record("a")], Deadline(5.0, "a refit")) == ("a",)
+    assert links.ensure([record("a")], Deadline(5.0, "a refit")) == ()
+    assert links.ensure([record("a", worker="b" * 32)], Deadline(5.0, "a refit")) == ("a",)
+    assert wire.dials == ["a", "a"]
+    assert wire.connected == {"a"}
+
+
+def test_a_holder_given_up_is_left_with_nothing_behind() -> None:
+    with tp_cluster(receiver_settings={"retry": RetryPolicy(1)}) as cluster:
+        cluster.publish(0, weights(0))
+        cluster.refit_ok(0)
+        cluster.trainer_transports[1].close()
+        assert all(isinstance(e, HolderLostError | RefitAborted) for e in cluster.refit(0, timeout_s=8.0))
+        for receiver in cluster.receivers:
+            assert "trainer-1" not in receiver.reader.links.names()
+        assert not cluster.leftovers()
+
+
+def test_no_try_begins_after_the_policys_deadline() -> None:
+    tries: list[float] = []
+
+    def call(left_s: float) -> None:
+        tries.append(left_s)
+        time.sleep(0.05)
+        raise PeerError("no", peer="x")
+
+    with pytest.raises(PeerError):
+        RetryPolicy(100, 0.01, deadline_s=0.15).run(call, PeerError, Deadline(30.0, "a dial"), "connect")
+    assert 1 < len(tries) < 6
+
+
+def test_the_policy_is_the_callers_then_the_environments_then_the_services(monkeypatch: pytest.MonkeyPatch) -> None:
+    suggested = RetryPolicy(7, 0.5, 3.0, 4.0, 60.0)
+    assert policy_of(RetrySettings(), None) == RetryPolicy()
+    assert policy_of(RetrySettings(), suggested) == suggested
+    monkeypatch.setenv("RESHARD_RETRY_ATTEMPTS", "2")
+    monkeypatch.setenv("RESHARD_RETRY_DEADLINE_S", "9")
+    assert policy_of(retry_of_environment(), suggested) == RetryPolicy(2, 0.5, 3.0, 4.0, 9.0)
+    for name, text in (("ATTEMPTS", "1.5"), ("ATTEMPTS", "0"), ("FACTOR", "0.5"), ("BACKOFF_S", "soon")):
+        with monkeypatch.context() as inner:
+            inner.setenv(f"RESHARD_RETRY_{name}", text)
+            with pytest.raises(ValueError, match=f"RESHARD_RETRY_{name}"):
+                retry_of_environment()
+
+
+def test_a_receiver_takes_the_policy_that_the_service_suggests() -> None:
+    with tp_cluster() as cluster:
+        receiver, given = cluster.receivers[0], cluster.receiver(1, retry=RetryPolicy(9))
+        register = cluster.rendezvous.register
+
+        def suggesting(*args: object, **kwargs: object) -> object:
+            worker = register(*args, **kwargs)  # type: ignore[arg-type]
+
+            class Suggesting:
+                retry_hint = RetryPolicy(5, 0.25)
+
+                def __getattr__(self, name: str) -> object:
+                    return getattr(worker, name)
+
+            return Suggesting()
+
+        cluster.rendezvous.register = suggesting  # type: ignore[method-assign, assignment]
+        try:
+            receiver.worker()
+            given.worker()
+        finally:
+            cluster.rendezvous.register = register  # type: ignore[method-assign]
+        assert receiver.retry == RetryPolicy(5, 0.25) == receiver.reader.links.retry
+        assert given.retry == RetryPolicy(9) == given.reader.links.retry
+        given.close()
