@@ -24,6 +24,7 @@ from reshard.refit.errors import UnattributedWriteError
 from reshard.refit.quickpass import look
 from reshard.refit.recorder import recorder_type
 from reshard.refit.recording import Destination, Recording
+from reshard.refit.seen import Seen
 from reshard.refit.trace import trace
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def record(
     destinations: Sequence[Destination],
     *,
     allow_unattributed: Callable[[str], bool] = lambda name: False,
-) -> Recording:
+) -> Recording | Seen:
     """Run ``loader`` on traced tensors and return what it wrote where.
 
     Parameters
@@ -61,9 +62,9 @@ def record(
     """
     seen = look(loader, manifest, destinations)
     if seen is not None:
-        recording, unwritten = seen
+        writes, unwritten = seen
         if not unwritten or _ignores(loader, [manifest[i] for i in unwritten], destinations):
-            return recording
+            return writes
     recording = _followed(loader, manifest, destinations)
     reached: set[str] = set()
     for write in recording.writes:

@@ -21,11 +21,12 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from reshard.planner.errors import require
-from reshard.refit.recording import Destination, Recording, Write, element_bytes, place_of, storage_key
-from reshard.refit.trace import AlignedRead, Storage, Strided, resolve
+from reshard.refit.recording import Destination, element_bytes, place_of, storage_key
+from reshard.refit.seen import Geometry, Seen
+from reshard.refit.trace import Strided
 
 if TYPE_CHECKING:
     import torch
@@ -51,23 +52,6 @@ class _NotQuickError(Exception):
     """The loader does something that only the recorder can follow."""
 
 
-class _Copied(NamedTuple):
-    """A copy as it was seen: view ``into`` of a destination, view (offset, sizes, strides) of a source."""
-
-    destination: Destination
-    into: Strided
-    source: int
-    view: tuple[int, tuple[int, ...], tuple[int, ...]]
-
-
-class _Filled(NamedTuple):
-    """A fill as it was seen: view ``into`` of a destination, one element's bytes."""
-
-    destination: Destination
-    into: Strided
-    value: bytes
-
-
 class _Watch:
     """What is written during one quick pass."""
 
@@ -80,7 +64,9 @@ class _Watch:
         self.by_storage: dict[int, list[Destination]] = {}
         for d in destinations:
             self.by_storage.setdefault(d.storage_ptr, []).append(d)
-        self.seen: list[_Copied | _Filled] = []
+        self.numbers = {id(d): i for i, d in enumerate(destinations)}
+        self.shapes = [tuple(t.shape) for t in sources]
+        self.seen = Seen(destinations)
         self.ended = ""
         self._copy, self._fill, self._zero = aten.copy_.default, aten.fill_.Scalar, aten.zero_.default
         self._below = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))
@@ -96,7 +82,9 @@ class _Watch:
             if hit is not None:
                 target: torch.Tensor = args[0]  # type: ignore[assignment]
                 value = args[1] if op is self._fill else 0
-                self.seen.append(_Filled(*hit, element_bytes(value, target.dtype)))  # type: ignore[arg-type]
+                destination, into = hit
+                element = element_bytes(value, target.dtype)  # type: ignore[arg-type]
+                self.seen.fill(destination, into, element)
                 return target
         if self.involved((*args, *kwargs.values())):
             self.end(str(op))
@@ -110,13 +98,16 @@ class _Watch:
         hit = self.destination(target)
         if hit is None or value.dtype != self.dtypes[source]:
             return False
-        self.seen.append(_Copied(*hit, source, (int(value.storage_offset()), value.shape, value.stride())))
+        destination, into = hit
+        view = (int(value.storage_offset()), tuple(value.shape), value.stride())
+        self.seen.write(destination, into, source, Geometry(self.shapes[source], *view, into.sizes, into.strides))
         return True
 
-    def destination(self, tensor: torch.Tensor) -> tuple[Destination, Strided] | None:
+    def destination(self, tensor: torch.Tensor) -> tuple[int, Strided] | None:
+        """The number of the destination that holds ``tensor``, and the view of it that ``tensor`` is."""
         known = self.by_storage.get(storage_key(tensor))
         hit = place_of(known, tensor) if known is not None else None
-        return hit if hit is not None and hit[0].dtype == tensor.dtype else None
+        return (self.numbers[id(hit[0])], hit[1]) if hit is not None and hit[0].dtype == tensor.dtype else None
 
     def involved(self, values: Iterable[object]) -> bool:
         """Whether a source or a destination is among the arguments (tensors, and lists of them)."""
@@ -168,7 +159,10 @@ def _guard() -> Callable[[], object] | None:
         _active.watch = watch = _Watch([source], [place])
         with guard():  # type: ignore[attr-defined]
             target[1].narrow(0, 1, 2).copy_(source.t()[1:, 0])
-        if watch.seen != [_Copied(place, Strided(4, (2,), (1,)), 0, (1, (2,), (1,)))]:
+        if (list(watch.seen.rows), list(watch.seen.geometries)) != (
+            [0, 4, 0, 0],
+            [Geometry((2, 3), 1, (2,), (1,), (2,), (1,))],
+        ):
             raise RuntimeError(f"a copy was seen as {watch.seen}")
     except Exception as error:  # noqa: BLE001 - private parts of torch: another version may lack them
         logger.debug("no quick pass with torch %s: %s: %s", torch.__version__, type(error).__name__, error)
@@ -184,14 +178,13 @@ def look(
     loader: Callable[[Iterable[tuple[str, torch.Tensor]]], object],
     manifest: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
     destinations: Sequence[Destination],
-) -> tuple[Recording, list[int]] | None:
+) -> tuple[Seen, list[int]] | None:
     """Run ``loader`` once; None if it has to be looked at more closely.
 
     Returns
     -------
-    recording, unwritten
-        What `reshard.refit.capture.record` would have written down, and the indices of the sources that were not
-        written anywhere.
+    seen, unwritten
+        All writes, and the indices of the sources that were not written anywhere.
     """
     guard = _guard()
     if guard is None:
@@ -200,41 +193,17 @@ def look(
 
     sources = [torch.empty(shape, dtype=dtype, device="meta") for _, dtype, shape in manifest]
     watch = _Watch(sources, destinations)
-    names = [name for name, _, _ in manifest]
+    names = (name for name, _, _ in manifest)
     _active.watch = watch
     try:
         with guard():  # type: ignore[attr-defined]
             loader(zip(names, sources, strict=True))
-        if watch.ended:  # the loader caught it
-            return None
-        recording = _recording(watch.seen, names, [shape for _, _, shape in manifest])
     except Exception as error:  # noqa: BLE001 - the recorder meets it too, and names the source
         logger.debug("the recorder has to follow this loader: %s: %s", type(error).__name__, error)
         return None
     finally:
         del _active.watch
-    written = {s.source for s in watch.seen if isinstance(s, _Copied)}
-    return recording, [i for i in range(len(names)) if i not in written]
-
-
-def _recording(seen: Sequence[_Copied | _Filled], names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Recording:
-    recording = Recording()
-    resolved: dict[tuple[object, ...], list[AlignedRead]] = {}
-    for order, what in enumerate(seen):
-        name, into = what.destination.name, what.into
-        if isinstance(what, _Filled):
-            recording.writes.append(Write(order, "constant", name, into, value=what.value))
-            continue
-        recording.n_copies += 1
-        source, shape = names[what.source], shapes[what.source]
-        geometry = (shape, what.view, into.sizes, into.strides)
-        boxes = resolved.get(geometry)
-        if boxes is None:
-            view = Strided(*what.view).expand(into.sizes)
-            boxes = resolve(Storage(shape, source=source), view, Strided(0, into.sizes, into.strides))
-            resolved[geometry] = boxes
-        reads = tuple(
-            AlignedRead(source, b.start, b.step, b.count, b.dst_offset + into.offset, b.dst_strides) for b in boxes
-        )
-        recording.writes.append(Write(order, "copy", name, into, reads))
-    return recording
+    if watch.ended:  # the loader caught it
+        return None
+    written = set(watch.seen.columns[2].tolist())
+    return watch.seen, [i for i in range(len(sources)) if i not in written]

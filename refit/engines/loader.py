@@ -27,6 +27,7 @@ from reshard.refit.errors import RefitError, UnsupportedLoaderError
 from reshard.refit.names import names_of
 from reshard.refit.recording import Recording, Write
 from reshard.refit.redirect import run_redirected
+from reshard.refit.seen import Seen
 from reshard.refit.tensors import SourceTensor
 
 if TYPE_CHECKING:
@@ -211,8 +212,13 @@ class LoaderEngine:
         return [(name, raw, self._shown[name]) for name, raw in sources.items()]
 
 
-def captured_of(recording: Recording, sources: Mapping[str, SourceTensor], places: Mapping[str, Place]) -> Captured:
-    """Requests for what was written, by program order."""
+def captured_of(
+    recording: Recording | Seen, sources: Mapping[str, SourceTensor], places: Mapping[str, Place]
+) -> Captured:
+    """Requests for what was written, by program order; ``sources`` in the loader's order."""
+    if isinstance(recording, Seen):
+        table = recording.read_table(list(sources.values()), lambda name: places[name].buffer())
+        return Captured(table, recording.n_copies, frozenset(table.tensors.names_list))
     staged, by_loader = recording.materialised()
     numbers: dict[str, int] = {}
     for write in recording.writes:
