@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar, cast
 
 from reshard.planner.cuts import Cuts
 from reshard.planner.shards import ShardPart
@@ -28,6 +28,7 @@ from reshard.rendezvous.errors import (
     WorkerLostError,
 )
 from reshard.rendezvous.records import Vote
+from reshard.rendezvous.retries import RetryHint
 from reshard.rendezvous.transactions import Join
 from reshard.rendezvous.types import (
     CutHints,
@@ -45,6 +46,7 @@ from reshard.rendezvous.types import (
 __all__ = ["CALL_S", "AnyWorker", "AsyncRendezvous", "AsyncWorker"]
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 CALL_S = 30.0  # the deadline of a call that does not wait for others, unless told
 _KEPT_TRANSACTIONS = 64
 
@@ -79,10 +81,13 @@ class _Part:
 class AsyncWorker:
     """A registered process life. Its heartbeat runs until it is closed or lost."""
 
-    def __init__(self, client: AsyncRendezvous, worker_id: str, info: WorkerInfo, ttl_s: float) -> None:
+    def __init__(
+        self, client: AsyncRendezvous, worker_id: str, info: WorkerInfo, ttl_s: float, retry_hint: RetryHint | None
+    ) -> None:
         self.id = worker_id
         self.info = info
         self.ttl_s = ttl_s
+        self.retry_hint = retry_hint  # what the service suggests for dials and lease requests
         self._client = client
         self._lost = False
         self._alive_until_s = time.monotonic() + ttl_s
@@ -122,6 +127,19 @@ class AsyncWorker:
                 backoff_s = 0.05 if time.monotonic() - started > 1.0 else min(backoff_s * 2, 1.0)
                 await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311
         self._lost = True
+
+
+class _Closed:
+    """The backend of a closed client."""
+
+    async def close(self) -> None:
+        """Nothing is left to release."""
+
+    def __getattr__(self, name: str) -> object:
+        raise RendezvousError(f"{name}: this client is closed; make another")
+
+
+_CLOSED = _Closed()
 
 
 class AsyncRendezvous:
@@ -168,8 +186,8 @@ class AsyncRendezvous:
         """Register this process life under a fresh id, and keep it alive."""
         limits.check_ttl("ttl_s", ttl_s)
         worker_id = new_id()
-        await self.backend.register(worker_id, info, ttl_s, _timeout(timeout_s))
-        worker = AsyncWorker(self, worker_id, info, ttl_s)
+        hint = await self.backend.register(worker_id, _require(WorkerInfo, "info", info), ttl_s, _timeout(timeout_s))
+        worker = AsyncWorker(self, worker_id, info, ttl_s, hint)
         self._workers.add(worker)
         return worker
 
@@ -194,12 +212,14 @@ class AsyncRendezvous:
         """Open a version with all the slots it needs, or agree with whoever did. Returns its uid."""
         names = limits.check_names("slots", slots, at_most=limits.MAX_SLOTS)
         limits.check_int("layout_epoch", layout_epoch, at_least=0, at_most=limits.MAX_STEP)
+        _require(VersionKey, "key", key)
         return await self.backend.open_version(key, names, layout_epoch, _timeout(timeout_s))
 
     async def publish_slot(self, uid: str, record: SlotRecord, worker: AnyWorker, *, timeout_s: float = CALL_S) -> None:
         """Fill a slot of a version; the last one makes it ready."""
         limits.check_id("uid", uid)
         _require_live(worker)
+        _require(SlotRecord, "record", record)
         if record.worker_id != worker.id:
             raise RendezvousError(f"slot {record.slot!r} names worker {record.worker_id}, published by {worker.id}")
         await self.backend.publish_slot(uid, record, _timeout(timeout_s))
@@ -247,6 +267,8 @@ class AsyncRendezvous:
             The step asked for was refused, or is gone.
         """
         step, epoch = _split_want(model, want)
+        if after is not None:
+            _require(VersionKey, "after", after)
         limits.check_name("model", model)
         wish = Join(
             model=model,
@@ -271,7 +293,7 @@ class AsyncRendezvous:
             transaction=answer.transaction,
             members=answer.members,
             slots=answer.slots,
-            lease=Lease(answer.lease_id, answer.uid, answer.lease_ttl_s, time.monotonic()),
+            lease=Lease(answer.lease_id, answer.uid, answer.lease_ttl_s, answer.granted_s),
         )
 
     def _remember(self, answer: Answer, member: str, worker_id: str) -> None:
@@ -288,6 +310,7 @@ class AsyncRendezvous:
 
     async def renew_lease(self, lease: Lease, *, ttl_s: float | None = None, timeout_s: float = CALL_S) -> Lease:
         """Prolong a lease; the returned one counts from the moment this was sent. LeaseError if it had ended."""
+        _require(Lease, "lease", lease)
         ttl_s = lease.ttl_s if ttl_s is None else limits.check_ttl("ttl_s", ttl_s)
         sent_s = time.monotonic()
         await self.backend.renew_lease(lease.version_uid, lease.id, ttl_s, _timeout(timeout_s))
@@ -295,6 +318,7 @@ class AsyncRendezvous:
 
     async def release_lease(self, lease: Lease, *, timeout_s: float = CALL_S) -> None:
         """End a lease; one that has ended is no error."""
+        _require(Lease, "lease", lease)
         await self.backend.release_lease(lease.version_uid, lease.id, _timeout(timeout_s))
 
     async def close_admission(self, uid: str, *, timeout_s: float = CALL_S) -> None:
@@ -354,6 +378,7 @@ class AsyncRendezvous:
         """
         deadline = time.monotonic() + _timeout(timeout_s)
         part = self._part(transaction, member)
+        limits.check_sequence("names_consumed", names_consumed)
         digest = await self.backend.put_names(names_consumed, timeout_s) if yes else b""
         vote = Vote(
             yes=yes,
@@ -400,6 +425,8 @@ class AsyncRendezvous:
         All ranks of a trainer must take the same set, and open their versions with its layout epoch.
         """
         limits.check_name("model", model)
+        if layout_epoch is not None:
+            limits.check_int("layout_epoch", layout_epoch, at_least=0, at_most=limits.MAX_STEP)
         return await self.backend.get_cuts(model, layout_epoch, _timeout(timeout_s))
 
     async def describe(self, *, timeout_s: float = CALL_S) -> Description:
@@ -410,7 +437,8 @@ class AsyncRendezvous:
         """End the workers registered here, and the connection."""
         await asyncio.gather(*(worker.close() for worker in tuple(self._workers)))
         self._workers.clear()
-        await self.backend.close()
+        backend, self.backend = self.backend, cast("Backend", _CLOSED)
+        await backend.close()
 
     def forget(self, worker: AsyncWorker) -> None:
         """Drop a closed worker."""
@@ -431,7 +459,15 @@ def _left_s(deadline: float) -> float:
     return max(deadline - time.monotonic(), 0.001)
 
 
+def _require(kind: type[T], field: str, value: object) -> T:
+    if not isinstance(value, kind):
+        raise InvalidRequestError(field, f"expected a {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
 def _require_live(worker: AnyWorker) -> str:
+    if not isinstance(getattr(worker, "info", None), WorkerInfo):
+        raise InvalidRequestError("worker", f"expected a registered worker, got {type(worker).__name__}")
     if worker.lost:
         raise WorkerLostError(f"worker {worker.info.name!r} ({worker.id}) is lost; register anew")
     return worker.id

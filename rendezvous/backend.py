@@ -15,6 +15,7 @@ from reshard.rendezvous.broker import Broker, VersionEvent
 from reshard.rendezvous.catalog import ObjectCatalog
 from reshard.rendezvous.converts import names_digest
 from reshard.rendezvous.records import Hint, Vote
+from reshard.rendezvous.retries import RetryHint
 from reshard.rendezvous.store import MemoryStore
 from reshard.rendezvous.transactions import Join
 from reshard.rendezvous.types import CutHint, CutHints, Description, Facts, Progress, SlotRecord, VersionKey, WorkerInfo
@@ -24,7 +25,11 @@ __all__ = ["Answer", "Backend", "LocalBackend"]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A granted version. `identity` is 32 bytes over what was granted, which members' votes must agree on."""
+    """A granted version.
+
+    `identity` is 32 bytes over what was granted, which members' votes must agree on; `granted_s` is when the grant
+    came, on ``time.monotonic()``.
+    """
 
     key: VersionKey
     uid: str
@@ -34,14 +39,15 @@ class Answer:
     members: tuple[str, ...]
     lease_id: str
     lease_ttl_s: float
+    granted_s: float
     identity: bytes
 
 
 class Backend(Protocol):
     """Every call bounds its own time by `timeout_s` and raises only errors of the rendezvous' tree."""
 
-    async def register(self, worker_id: str, info: WorkerInfo, ttl_s: float, timeout_s: float) -> None:
-        """Record a process life."""
+    async def register(self, worker_id: str, info: WorkerInfo, ttl_s: float, timeout_s: float) -> RetryHint | None:
+        """Record a process life; the answer is what the service suggests."""
         ...
 
     async def heartbeat(self, worker_id: str, every_s: float, on_sent: Callable[[float], None]) -> None:
@@ -150,10 +156,11 @@ class LocalBackend:
         self._catalog = ObjectCatalog()
         self._broker = Broker(MemoryStore(), self._catalog)
 
-    async def register(self, worker_id: str, info: WorkerInfo, ttl_s: float, timeout_s: float) -> None:
+    async def register(self, worker_id: str, info: WorkerInfo, ttl_s: float, timeout_s: float) -> RetryHint | None:
         """Record a process life."""
         self._broker.start()
         await self._broker.register(worker_id, info, ttl_s)
+        return None
 
     async def heartbeat(self, worker_id: str, every_s: float, on_sent: Callable[[float], None]) -> None:
         """Beat until cancelled."""
@@ -210,6 +217,7 @@ class LocalBackend:
             members=granted.members,
             lease_id=granted.lease_id,
             lease_ttl_s=granted.lease_ttl_s,
+            granted_s=time.monotonic(),
             identity=hashlib.sha256(version.uid.encode()).digest(),
         )
 

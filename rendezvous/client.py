@@ -17,6 +17,7 @@ from reshard.planner.shards import ShardPart
 from reshard.rendezvous.aio import CALL_S, AsyncRendezvous, AsyncWorker
 from reshard.rendezvous.broker import VersionEvent
 from reshard.rendezvous.errors import RendezvousError
+from reshard.rendezvous.retries import RetryHint
 from reshard.rendezvous.types import (
     CutHints,
     Description,
@@ -87,6 +88,11 @@ class Worker:
     def info(self) -> WorkerInfo:
         """What was registered."""
         return self._worker.info
+
+    @property
+    def retry_hint(self) -> RetryHint | None:
+        """How often the service suggests to try a dial or a lease request."""
+        return self._worker.retry_hint
 
     @property
     def lost(self) -> bool:

@@ -18,6 +18,7 @@ from reshard.rendezvous.catalog import BlobCatalog, Lru
 from reshard.rendezvous.errors import InvalidRequestError, StaleError
 from reshard.rendezvous.optional import pb
 from reshard.rendezvous.records import Hint
+from reshard.rendezvous.retries import RetryHint
 from reshard.rendezvous.transactions import Granted, Join
 from reshard.rendezvous.types import Progress, SlotRecord, VersionKey
 from reshard.rendezvous.uploads import Pieces, Uploads
@@ -46,7 +47,8 @@ class _Packed:
 class Handlers:
     """One method a call of ``RendezvousService``."""
 
-    def __init__(self, broker: Broker, catalog: BlobCatalog) -> None:
+    def __init__(self, broker: Broker, catalog: BlobCatalog, retry_hint: RetryHint | None = None) -> None:
+        self._retry_hint = messages.hint_to_message(retry_hint) if retry_hint is not None else None
         self._broker = broker
         self._catalog = catalog
         self._uploads = Uploads()
@@ -57,7 +59,7 @@ class Handlers:
         info = messages.worker_from_message(request)
         ttl_s = messages.ms_to_s("ttl_ms", request.ttl_ms, at_most=limits.MAX_TTL_S)
         await self._broker.register(messages.id_from_bytes("worker_id", request.worker_id), info, ttl_s)
-        return pb.RegisterResponse()
+        return pb.RegisterResponse(retry_hint=self._retry_hint)
 
     async def heartbeat(self, requests: AsyncIterator[pb.HeartbeatRequest], send: Send[pb.HeartbeatResponse]) -> None:
         """Prolong a worker's life with each message."""

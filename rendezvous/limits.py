@@ -47,7 +47,9 @@ __all__ = [
     "check_name",
     "check_names",
     "check_patterns",
+    "check_sequence",
     "check_timeout",
+    "check_total",
     "check_ttl",
 ]
 
@@ -97,6 +99,7 @@ def check_name(field: str, value: object, *, empty_ok: bool = False, max_bytes: 
 
 def check_names(field: str, values: Iterable[object], *, at_most: int, at_least: int = 1) -> tuple[str, ...]:
     """A list of distinct names."""
+    check_sequence(field, values)
     names = tuple(values)
     if not at_least <= len(names) <= at_most:
         raise InvalidRequestError(field, f"{len(names)} names, expected {at_least} to {at_most}")
@@ -107,6 +110,18 @@ def check_names(field: str, values: Iterable[object], *, at_most: int, at_least:
             raise InvalidRequestError(field, f"name {name!r:.80} is given twice")
         seen.add(name)
     return checked
+
+
+def check_sequence(field: str, values: object) -> None:
+    """Not one text, whose letters would pass for names."""
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise InvalidRequestError(field, f"expected a sequence of names, got {values!r:.80}")
+
+
+def check_total(field: str, n_bytes: int, at_most: int) -> None:
+    """Bytes of several things together."""
+    if n_bytes > at_most:
+        raise InvalidRequestError(field, f"{n_bytes} bytes in all, at most {at_most}")
 
 
 def check_patterns(field: str, values: Iterable[object]) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from reshard.rendezvous import limits
 from reshard.rendezvous.errors import InvalidRequestError
 from reshard.rendezvous.optional import pb, protobuf
 from reshard.rendezvous.records import Vote
+from reshard.rendezvous.retries import RetryHint
 from reshard.rendezvous.types import Decision, Facts, Progress, SlotRecord, WorkerInfo
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
     "bases_of",
     "facts_from_message",
     "facts_to_message",
+    "hint_from_message",
+    "hint_to_message",
     "id_from_bytes",
     "id_to_bytes",
     "identity_of",
@@ -77,6 +80,28 @@ def worker_from_message(message: pb.RegisterRequest) -> WorkerInfo:
     if role is None:
         raise InvalidRequestError("worker.role", f"unknown value {message.role}")
     return WorkerInfo(role, message.model, message.host, message.name, dict(message.endpoints))
+
+
+def hint_to_message(hint: RetryHint) -> pb.RetryHint:
+    """Encode a suggested retry policy."""
+    return pb.RetryHint(
+        attempts=hint.attempts,
+        backoff_ms=round(hint.backoff_s * 1000),
+        factor=hint.factor,
+        max_backoff_ms=round(hint.max_backoff_s * 1000),
+        deadline_ms=round(hint.deadline_s * 1000),
+    )
+
+
+def hint_from_message(message: pb.RetryHint) -> RetryHint:
+    """Decode a suggested retry policy."""
+    return RetryHint(
+        attempts=message.attempts,
+        backoff_s=message.backoff_ms / 1000,
+        factor=message.factor,
+        max_backoff_s=message.max_backoff_ms / 1000,
+        deadline_s=message.deadline_ms / 1000,
+    )
 
 
 def record_to_message(record: SlotRecord) -> pb.SlotStatic:

@@ -2,10 +2,9 @@
 
 1. A record is a hash of its revision and its JSON. Revisions come from one counter, so none is used twice for a key.
 2. A transition runs on this process' copies of the records it reads. One script then compares their revisions and, if
-all are
-   current, applies all writes and publishes which keys changed; else it answers with the current records and the
-   transition runs again. So a transition costs one round trip, and a server that dies has applied it wholly or not at
-   all.
+   all are current, applies all writes and publishes which keys changed; else it answers with the current records and
+   the transition runs again. So a transition costs one round trip, and a server that dies has applied it wholly or not
+   at all.
 3. Watchers subscribe before they read. What is published may be lost with the connection, so after a reconnect every
    watcher reads again.
 4. Time is Redis' own (TIME with every script), so that all servers judge a TTL by one clock. Let NTP slew it: a step
@@ -313,9 +312,19 @@ class RedisStore:
                 self._subscribed.set()
                 self._watchers.notify_all()  # what happened before this subscription was not heard
             elif message["type"] == "message":
-                sender, *keys = json.loads(message["data"])
-                if sender != self._me:
-                    self._watchers.notify(keys)
+                self._hear(message["data"])
+
+    def _hear(self, data: bytes) -> None:
+        """Wake those who wait for what another server changed; all, if the message says something else."""
+        try:
+            said = json.loads(data)
+        except ValueError:
+            said = None
+        if not isinstance(said, list) or not all(isinstance(word, str) for word in said):
+            _log.warning("the channel of changes carries what is no list of names: %r", data[:80])
+            self._watchers.notify_all()
+        elif said and said[0] != self._me:
+            self._watchers.notify(said[1:])
 
     async def names(self, kind: str) -> list[str]:
         """List the names of all records of an indexed kind."""

@@ -29,9 +29,11 @@ from reshard.rendezvous.errors import (
     RendezvousUnavailableError,
     StaleError,
 )
+from reshard.rendezvous.flights import Flights
 from reshard.rendezvous.link import FIRST_PAUSE_S, MAX_PAUSE_S, Link
 from reshard.rendezvous.optional import pb, tables_pb
 from reshard.rendezvous.records import Vote
+from reshard.rendezvous.retries import RetryHint
 from reshard.rendezvous.tablecache import Content, TableCache
 from reshard.rendezvous.transactions import Join
 from reshard.rendezvous.types import (
@@ -75,14 +77,14 @@ class RemoteBackend:
         self._topologies: Lru[bytes, messages.Topology] = self.cache.topologies
         self._bases: Lru[bytes, bytes] = self.cache.bases
         self._known: list[bytes] = []
-        self._names_flights: dict[tuple[str, ...], asyncio.Future[bytes]] = {}
+        self._names_flights: Flights[tuple[str, ...], bytes] = Flights()
         self._names_put: Lru[tuple[str, ...], bytes] = Lru(8)
 
     async def close(self) -> None:
         """Close the channel."""
         await self._link.close()
 
-    async def register(self, worker_id: str, info: WorkerInfo, ttl_s: float, timeout_s: float) -> None:
+    async def register(self, worker_id: str, info: WorkerInfo, ttl_s: float, timeout_s: float) -> RetryHint | None:
         """Record a process life."""
         request = pb.RegisterRequest(
             worker_id=messages.id_to_bytes(worker_id),
@@ -93,7 +95,8 @@ class RemoteBackend:
             endpoints=dict(info.endpoints),
             ttl_ms=messages.s_to_ms(ttl_s),
         )
-        await self._link.unary("Register", request, pb.RegisterResponse, timeout_s)
+        response = await self._link.unary("Register", request, pb.RegisterResponse, timeout_s)
+        return messages.hint_from_message(response.retry_hint) if response.HasField("retry_hint") else None
 
     async def heartbeat(self, worker_id: str, every_s: float, on_sent: Callable[[float], None]) -> None:
         """Beat until cancelled, or until the stream breaks."""
@@ -163,12 +166,9 @@ class RemoteBackend:
         known = self._names_put.get(key)
         if known is not None and not again:
             return known
-        flight = self._names_flights.get(key)
-        if flight is None:
-            flight = asyncio.ensure_future(self._put_names(key, timeout_s))
-            self._names_flights[key] = flight
-            flight.add_done_callback(lambda _: self._names_flights.pop(key, None))
-        digest = await asyncio.shield(flight)
+        digest = await self._names_flights.join(
+            "PutNames", key, lambda left_s: self._put_names(key, left_s), time.monotonic() + timeout_s
+        )
         self._names_put.put(key, digest)
         return digest
 
@@ -215,22 +215,23 @@ class RemoteBackend:
         deadline = time.monotonic() + timeout_s
         seen = Progress()
 
-        async def listen(left_s: float) -> pb.Grant:
+        async def listen(left_s: float) -> tuple[pb.Grant, float]:
             nonlocal seen
+            granted_s = 0.0
             request = self._wish_to_message(wish, left_s)
             grant: pb.Grant | None = None
             async for event in self._link.stream("AwaitVersion", request, pb.AwaitVersionResponse, left_s + _GRACE_S):
                 if event.HasField("grant"):
-                    grant = event.grant
+                    grant, granted_s = event.grant, time.monotonic()
                 else:
                     seen = messages.progress_from_message(event.progress)
                     on_progress(seen)
             if grant is None:
                 raise RendezvousUnavailableError(f"AwaitVersion at {self._link.address} ended without an answer")
-            return grant
+            return grant, granted_s
 
         try:
-            grant = await self._link.retry("AwaitVersion", listen, timeout_s)
+            grant, granted_s = await self._link.retry("AwaitVersion", listen, timeout_s)
         except RendezvousTimeoutError as error:
             if error.missing_slots or not seen.message:
                 raise
@@ -241,7 +242,7 @@ class RemoteBackend:
                 lost_workers=seen.lost,
                 waited_s=timeout_s,
             ) from None
-        return await self._answer(wish, grant, deadline)
+        return await self._answer(wish, grant, granted_s, deadline)
 
     def _wish_to_message(self, wish: Join, timeout_s: float) -> pb.AwaitVersionRequest:
         after = pb.Stamp(epoch=wish.after.epoch, step=wish.after.step) if wish.after is not None else None
@@ -260,7 +261,7 @@ class RemoteBackend:
             known=self._known,
         )
 
-    async def _answer(self, wish: Join, grant: pb.Grant, deadline: float) -> Answer:
+    async def _answer(self, wish: Join, grant: pb.Grant, granted_s: float, deadline: float) -> Answer:
         content = (grant.topology_digest, grant.bases_digest, grant.roots)
         slots = self.cache.slots.get(content)
         if slots is None:
@@ -276,6 +277,7 @@ class RemoteBackend:
             members=wish.members,
             lease_id=messages.id_from_bytes("grant.lease", grant.lease),
             lease_ttl_s=wish.lease_ttl_s,
+            granted_s=granted_s,
             identity=messages.identity_of(grant.uid, grant.topology_digest, grant.bases_digest, grant.roots),
         )
 
@@ -316,10 +318,10 @@ class RemoteBackend:
                     raise InvalidRequestError("topology.data", f"{size} bytes came, {total} were stated")
             return b"".join(pieces)
 
-        async def fetch() -> bytes:
-            return await self._link.retry("GetTopology", collect, max(deadline - time.monotonic(), 0.001))
+        async def fetch(left_s: float) -> bytes:
+            return await self._link.retry("GetTopology", collect, left_s)
 
-        return await self.cache.once(digest, fetch)
+        return await self.cache.topology_flights.join("GetTopology", digest, fetch, deadline)
 
     async def watch_versions(self, model: str, timeout_s: float) -> AsyncGenerator[VersionEvent, None]:
         """Watch a model; after a reconnect only what changed meanwhile is told."""

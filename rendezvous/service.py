@@ -26,6 +26,7 @@ from reshard.rendezvous.catalog import BlobCatalog
 from reshard.rendezvous.errors import RendezvousError, RendezvousUnavailableError
 from reshard.rendezvous.exposure import TokenFile, check_exposure, read_pem
 from reshard.rendezvous.optional import grpc
+from reshard.rendezvous.retries import RetryHint
 from reshard.rendezvous.store import MemoryStore, Store
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class ServeOptions:
         Allow a bind outside loopback without the above.
     metrics_listen
         ``host:port`` of Prometheus metrics over HTTP; empty for none.
+    retry_hint
+        How often receivers should try a dial or a lease request; their own settings override it. None suggests none.
     """
 
     listen: str = "127.0.0.1:0"
@@ -79,6 +82,7 @@ class ServeOptions:
     token_file: str | None = None
     insecure: bool = False
     metrics_listen: str = ""
+    retry_hint: RetryHint | None = None
 
 
 def serve(
@@ -91,6 +95,7 @@ def serve(
     token_file: str | None = None,
     insecure: bool = False,
     metrics_listen: str = "",
+    retry_hint: RetryHint | None = None,
 ) -> Server:
     """Start a service and return it running. Parameters as in :class:`ServeOptions`.
 
@@ -99,7 +104,8 @@ def serve(
     RendezvousError
         A bind that is not allowed or not possible, unreadable files, a store that is not reached.
     """
-    options = ServeOptions(listen, store, tls_cert, tls_key, client_ca, token_file, insecure, metrics_listen)
+    files = (tls_cert, tls_key, client_ca, token_file)
+    options = ServeOptions(listen, store, *files, insecure, metrics_listen, retry_hint)
     check_exposure(options)
     require("grpc", extra="rendezvous")
     return Server(options)
@@ -189,7 +195,8 @@ class _Running:
             from reshard.rendezvous.metrics import MetricsServer
 
             metrics = MetricsServer(options.metrics_listen)
-        endpoint = Endpoint(Handlers(broker, catalog), guard, metrics.telemetry if metrics is not None else None)
+        handlers = Handlers(broker, catalog, options.retry_hint)
+        endpoint = Endpoint(handlers, guard, metrics.telemetry if metrics is not None else None)
         server = grpc.aio.server(options=_CHANNEL_OPTIONS)
         server.add_generic_rpc_handlers((endpoint.handler(),))
         servicer = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]

@@ -4,9 +4,9 @@ Pure transitions over a :class:`~reshard.rendezvous.view.View`: no I/O and no cl
 worker is lost from the moment its TTL passes, whoever looks; nothing waits for a reaper. What a version goes
 through:
 
-1. STAGING: opened by its first publisher; named slots are filled one by one. 2. READY, atomically with the
-last slot, if every slot's worker lives and all roots that were claimed equal are; else REFUSED.
-   A READY version with a lost worker is withdrawn: it stays READY on record and is never offered again.
+1. STAGING: opened by its first publisher; named slots are filled one by one.
+2. READY, atomically with the last slot, if every slot's worker lives and all roots that were claimed equal are;
+   else REFUSED. A READY version with a lost worker is withdrawn: it stays READY on record, never offered again.
 3. RETIRING: admission is closed; no new lease.
 4. Gone, once retired and free of live leases: its records are deleted.
 """
@@ -94,8 +94,10 @@ def beat(view: View, worker_id: str) -> float:
 
 def close_worker(view: View, worker_id: str) -> None:
     """End a worker at once, as if its TTL had passed."""
-    if _expires_at(view, worker_id) > view.now:
+    worker = view.get(worker_key(worker_id), watch=False)
+    if worker is not None and _expires_at(view, worker_id) > view.now:
         view.put(beat_key(worker_id), Beat(worker_id, view.now, view.now))
+        view.put(worker_key(worker_id), worker)  # wakes those whom this concerns; a beat wakes nobody
 
 
 def require_worker(view: View, worker_id: str, *, role: str = "", model: str = "") -> Worker:
@@ -338,6 +340,7 @@ def lost_slots(view: View, version: Version) -> tuple[str, ...]:
             lost.append(slot)
         else:
             view.wake_at(record.expires_at)
+            view.watch(worker_key(version.filled[slot]))
     return tuple(lost)
 
 
@@ -352,8 +355,8 @@ def require_version(view: View, uid: str) -> Version:
 def close_admission(view: View, uid: str) -> None:
     """Grant no new leases on the version. Idempotent; a version that is gone counts as closed."""
     version = view.get(version_key(uid))
-    if version is None or version.state is VersionState.RETIRING:
-        return
+    if version is None or version.state in (VersionState.RETIRING, VersionState.REFUSED):
+        return  # a refused one offers nothing, and goes on saying why
     view.put(version_key(uid), replace(version, state=VersionState.RETIRING))
     model = _model(view, version.key.model)
     refs = tuple(replace(ref, ready=False) if ref.uid == uid else ref for ref in model.versions)

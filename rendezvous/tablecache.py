@@ -25,6 +25,7 @@ from reshard.rendezvous.converts import (
     tensors_to_message,
 )
 from reshard.rendezvous.errors import RendezvousError, RendezvousTimeoutError
+from reshard.rendezvous.flights import Flights
 from reshard.rendezvous.optional import pb, tables_pb
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class TableCache:
         self._parts: Lru[bytes, ShardPart] = Lru(_KEPT_PARTS)
         self._tensors: Lru[bytes, TensorDict] = Lru(_KEPT_DICTS)
         self._geometries: Lru[bytes, GeometryDict] = Lru(_KEPT_DICTS)
-        self._flights: dict[bytes, asyncio.Task[bytes]] = {}
+        self.topology_flights: Flights[bytes, bytes] = Flights()
         self._fetching = asyncio.Lock()
 
     async def get(self, digests: Sequence[bytes], fetch: Fetch, timeout_s: float) -> dict[bytes, ShardPart]:
@@ -136,12 +137,3 @@ class TableCache:
             blob = part_to_message(part).SerializeToString(deterministic=True)
             contents.append((pb.CONTENT_KIND_PART, part.digest, blob))
         return contents
-
-    async def once(self, digest: bytes, fetch: Callable[[], Awaitable[bytes]]) -> bytes:
-        """Run one fetch of a digest for all who ask for it at the same time."""
-        flight = self._flights.get(digest)
-        if flight is None:
-            flight = asyncio.ensure_future(fetch())
-            self._flights[digest] = flight
-            flight.add_done_callback(lambda _: self._flights.pop(digest, None))
-        return await asyncio.shield(flight)

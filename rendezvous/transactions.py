@@ -2,14 +2,12 @@
 
 Pure transitions, as in :mod:`reshard.rendezvous.state`. The life of a transaction:
 
-1. The first member's await finds an offered version, opens the transaction on it and fixes its members. Each
-member that joins gets
-   a lease in the same transition.
-2. COMMIT when all members voted yes and their votes fit together; ABORT at the first no, lost member, member
-that cannot
-   join because the version is no longer offered, or at the deadline.
-3. After COMMIT, SERVE when all members installed; QUARANTINE at the first failure, lost member, or at the
-second deadline.
+1. The first member's await finds an offered version, opens the transaction on it and fixes its members. Each member
+   that joins gets a lease in the same transition.
+2. COMMIT when all members voted yes and their votes fit together; ABORT at the first no, lost member, member that
+   cannot join because the version is no longer offered, or at the deadline.
+3. After COMMIT, SERVE when all members installed; QUARANTINE at the first failure, lost member, or at the second
+   deadline.
 
 A fact is written once. It is forgotten only when each member has joined a later transaction of the group, or
 its worker is lost: a member joins only after it learned the facts before, so none that may still ask is left
@@ -339,6 +337,7 @@ def settle(view: View, txn: Transaction) -> Transaction:
         if record is None or record.expires_at <= view.now:
             return _decide(view, txn, ballot, verdict, f"{member!r} is lost: {_silence(view, record)}")
         view.wake_at(record.expires_at)
+        view.watch(worker_key(workers[member]))
     if txn.deadline <= view.now:
         missing = [member for member in txn.members if member not in done]
         what = "votes" if voting else "installations"

@@ -203,6 +203,7 @@ class SlotRecord:
             limits.check_name("record.roots", key): limits.check_digest(f"record.roots[{key!r:.80}]", root)
             for key, root in _sorted_items("record.roots", self.roots, limits.MAX_ROOTS)
         }
+        limits.check_total("record.roots", sum(len(key.encode()) for key in roots), limits.MAX_ROOT_NAMES_BYTES)
         object.__setattr__(self, "endpoints", _check_endpoints("record.endpoints", self.endpoints))
         object.__setattr__(self, "region_bases", bases)
         object.__setattr__(self, "region_bytes", sizes)
@@ -396,16 +397,18 @@ class Description:
 def _sorted_items(name: str, mapping: object, at_most: int) -> list[tuple[object, object]]:
     if not isinstance(mapping, Mapping) or len(mapping) > at_most:
         raise InvalidRequestError(name, f"expected a mapping of at most {at_most} entries")
-    return sorted(mapping.items())
+    return sorted(mapping.items(), key=lambda entry: str(entry[0]))
 
 
 def _check_endpoints(name: str, endpoints: object) -> Mapping[str, bytes]:
-    return {
+    checked = {
         limits.check_name(name, key, max_bytes=64): limits.check_bytes(
             f"{name}[{key!r:.80}]", value, at_most=limits.MAX_ENDPOINT_BYTES
         )
         for key, value in _sorted_items(name, endpoints, limits.MAX_ENDPOINTS)
     }
+    limits.check_total(name, sum(map(len, checked.values())), limits.MAX_ENDPOINTS_BYTES)
+    return checked
 
 
 def _column(name: str, values: object, dtype: type[_Number]) -> npt.NDArray[_Number]:

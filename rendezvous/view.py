@@ -79,6 +79,10 @@ class View:
         """Remove the record under `key`, when the transition ends."""
         self.writes[str(key)] = None
 
+    def watch(self, key: Key[R]) -> None:
+        """Make a waiter look again when the record under `key` is written, without reading it."""
+        self.watched.add(str(key))
+
     def wake_at(self, time_s: float) -> None:
         """Say that the answer may change at `time_s` even if no record does."""
         self.wake_s = min(self.wake_s, time_s)
