@@ -14,7 +14,7 @@ Nothing sees a change before it happens.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.planner import Holder, Shard, ShardPart
+from reshard.refit.aliases import alias_roots
 from reshard.refit.cells import CellGrid
 from reshard.refit.deadline import Deadline
 from reshard.refit.digests import digest_many, root_of
@@ -56,6 +57,8 @@ class InPlacePublisher:
         their own dtypes.
     digests
         Whether cell digests are published.
+    aliases
+        As in `reshard.refit.publisher.Publisher`.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class InPlacePublisher:
         slots: Sequence[str],
         tensors: Sequence[LocalTensor],
         digests: bool = True,
+        aliases: Mapping[str, str] | None = None,
         layout: str = "default",
         claim: str = "",
         host: str = "",
@@ -78,6 +82,9 @@ class InPlacePublisher:
         self._rendezvous = rendezvous
         self._tensors = tuple(tensors)
         self._digests = digests
+        self._aliases = dict(aliases or {})
+        if self._aliases and not digests:
+            raise PublishError("aliases are compared by digest: they cannot be declared with digests=False")
         self._uid = ""
         self._counters: tuple[int, ...] = ()
         bases: list[int] = []
@@ -153,6 +160,7 @@ class InPlacePublisher:
                 digest_many(view, within, self._grid.nbytes[cells], self._grid.tags[cells], out[cells])
             root = root_of(out)
             roots = {str(g): root_of(out[cells], key) for g, (cells, key) in self._groups.items()}
+            roots |= alias_roots(self._part, self._grid, out, self._aliases, slot=self.slot)
         self._counters = self._versions()
         self._seqlock.commit(epoch, step)
         self._offering.offer(

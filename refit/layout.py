@@ -25,7 +25,7 @@ from reshard.planner import Holder, Shard, ShardPart
 from reshard.planner.convert import cast, storage_dtype
 from reshard.planner.dtypes import dtype as parse_dtype
 from reshard.planner.errors import require
-from reshard.refit.cells import CellGrid, row_box, rows_root_key
+from reshard.refit.cells import CellGrid, rows_root_key
 from reshard.refit.devices import tensor_of
 from reshard.refit.digests import root_of
 from reshard.refit.errors import PublishError
@@ -133,13 +133,6 @@ class PackedLayout:
                 fresh = np.empty(nbytes, np.uint8)
                 _pack_numpy(np.asarray(tensor.data)[index], tensor.dtype, label, fresh)
                 data[target.offset_bytes : target.offset_bytes + nbytes].copy_(tensor_of(fresh))
-
-    def cells_of(self, name: str) -> dict[tuple[tuple[int, ...], tuple[int, ...]], slice]:
-        """Where the digests of a tensor's boxes are: (start, stop) -> cells."""
-        if name not in self.part.tensors.index_of:
-            return {}
-        rows = np.flatnonzero(self.part.tensor_id == self.part.tensors.index(name)).tolist()
-        return {row_box(self.part, r): slice(int(self.grid.first[r]), int(self.grid.first[r + 1])) for r in rows}
 
     def roots(self, digests: U64) -> dict[str, bytes]:
         """One root per replica group over its cells in canonical order."""

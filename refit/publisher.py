@@ -19,9 +19,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from reshard.planner import Holder
+from reshard.refit.aliases import alias_roots
 from reshard.refit.buffers import DIGESTS, HEADER, PublishBuffer, digest_region_bytes
 from reshard.refit.deadline import Deadline, check_timeout
 from reshard.refit.devices import HOST, Device
@@ -88,8 +88,8 @@ class Publisher:
     digests
         Whether cell digests are published.
     aliases
-        Name -> name of tensors with equal content (tied weights); compared, by digest, at each `publish` that holds
-        both.
+        Name -> name of tensors with equal content (tied weights), equal on every publisher. They are compared by
+        digest at each version, where both are published and cut alike, here or on different slots.
     cut_hints
         Lay the buffer out by the receivers' cut hints of the ``layout_epoch`` that `publish` is given.
     layout, claim
@@ -131,6 +131,8 @@ class Publisher:
         self._rule = WireRule(wire_dtype, names_of(wire_dtype_exceptions, "wire_dtype_exceptions"))
         self._n_buffers, self._on_busy, self._digests = buffers, on_busy, digests
         self._aliases = dict(aliases or {})
+        if self._aliases and not digests:
+            raise PublishError("aliases are compared by digest: they cannot be declared with digests=False")
         self._cut_hints = cut_hints
         self._device = device
         self._hints: tuple[int, Cuts] = (0, {})
@@ -228,7 +230,7 @@ class Publisher:
         if self._digests:
             digests = buffer.digest(layout.grid)
             root, roots = root_of(digests), layout.roots(digests)
-            self._check_aliases(layout, digests)
+            roots |= alias_roots(layout.part, layout.grid, digests, self._aliases, slot=self.slot)
         lap("digest")
         buffer.seqlock.commit(epoch, step)
         buffer.version = version
@@ -315,16 +317,6 @@ class Publisher:
         """End the version in ``buffer``."""
         self._offering.end(buffer.uid, deadline)
         buffer.uid = ""
-
-    def _check_aliases(self, layout: PackedLayout, digests: npt.NDArray[np.uint64]) -> None:
-        """Refuse a version in which tensors declared equal are not."""
-        for one, other in sorted(self._aliases.items()):
-            a, b = layout.cells_of(one), layout.cells_of(other)
-            for box in sorted(a.keys() & b.keys()):
-                if not np.array_equal(digests[a[box]], digests[b[box]]):
-                    raise PublishError(
-                        f"slot {self.slot!r}: tensors {one!r} and {other!r} are declared equal and differ in box {box}"
-                    )
 
     def _cuts_of(self, layout_epoch: int, deadline: Deadline) -> Cuts:
         """The receivers' cut hints of a layout epoch, merged; none for epoch 0."""

@@ -383,6 +383,6 @@ def test_an_alias_is_one_pull_and_checked_where_both_are_published() -> None:
         publisher.publish(epoch=0, step=1, tensors=local_tensors(both), layout_epoch=1, timeout_s=TIMEOUT_S)
         cluster.refit_ok(1)
         both["head"][1, 1] += 1
-        with pytest.raises(PublishError, match="'head' and 'embed' are declared equal and differ"):
+        with pytest.raises(PublishError, match="'embed' and 'head' are declared equal and differ"):
             publisher.publish(epoch=0, step=2, tensors=local_tensors(both), layout_epoch=1, timeout_s=TIMEOUT_S)
         assert engine["head"].tolist() == source["embed"].tolist()
