@@ -20,7 +20,14 @@ from reshard.refit.account import Account
 from reshard.refit.agreement import Agreement
 from reshard.refit.clock import StageClock
 from reshard.refit.deadline import Deadline
-from reshard.refit.errors import HolderLostError, QuarantinedError, RefitAborted, RefitError, RefitTimeoutError
+from reshard.refit.errors import (
+    HolderLostError,
+    QuarantinedError,
+    RefitAborted,
+    RefitError,
+    RefitTimeoutError,
+    TornReadError,
+)
 from reshard.refit.lease import LeaseKeeper
 from reshard.refit.loading import Loaded, Reading, read_plan
 from reshard.refit.planning import Planned
@@ -215,8 +222,25 @@ class Attempt:
         )
 
     def _check_lease(self) -> None:
-        if self._keeper is not None and self._manifest is not None:
-            self._keeper.check(self._manifest.version, self._deadline)
+        """After the last read: a lease that ended meanwhile matters where no header says what became of the memory."""
+        if self._keeper is None or self._manifest is None:
+            return
+        ended = self._keeper.held(self._deadline)
+        if not ended:
+            return
+        version = self._manifest.version
+        bare = [s.slot for s in self._manifest.slots if s.header_region < 0 and not s.empty]
+        if bare:
+            raise TornReadError(
+                f"the lease on {version}: {ended}; holder {bare[0]!r} has no header that would say whether it has "
+                "written its memory since"
+            )
+        logger.warning(
+            "member %s: the lease on %s: %s; no holder has written its memory since, so what was read is good",
+            self._receiver.member,
+            version,
+            ended,
+        )
 
     def _load(self, manifest: Manifest, planned: Planned) -> None:
         r = self._receiver

@@ -1,7 +1,8 @@
 """Keep a version's memory in place while it is read: renew the lease, know when it ended, release it once.
 
 On the reader's clock a lease ends at the last renewal's *sending* + TTL - margin. A thread renews it at a third of
-its TTL; `check` is called after the last read and refuses bytes that were read past the end.
+its TTL; `LeaseKeeper.held` is asked after the last read. The end of a lease does not stop a read: whether what was
+read after it was overwritten is for the publishers' headers and digests to say.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import time
 from typing import TYPE_CHECKING
 
 from reshard.refit.deadline import Deadline
-from reshard.refit.errors import TornReadError
 from reshard.rendezvous.errors import LeaseError, RendezvousError
 
 if TYPE_CHECKING:
@@ -50,27 +50,25 @@ class LeaseKeeper:
         with self._lock:
             return self._lease
 
-    def check(self, version: object, deadline: Deadline) -> None:
-        """Renew once more, after the last read.
+    def held(self, deadline: Deadline) -> str:
+        """Renew once more, after the last read; empty if the lease has held up to now, else how it ended.
 
         Raises
         ------
-        TornReadError
-            If the lease had ended: the memory may have been overwritten since.
         RendezvousError, RefitTimeoutError
             The service does not answer, so that nobody knows.
         """
         lease = self.lease
         left = lease.remaining_s(time.monotonic(), margin_s=self._margin_s)
         if left <= 0:
-            raise TornReadError(
-                f"the lease on {version} ended {-left:.3f} s before the last read did (ttl {lease.ttl_s:g} s, "
-                f"margin {self._margin_s:g} s); what was read after that may have been overwritten"
+            return (
+                f"it ended {-left:.3f} s before the last read did (ttl {lease.ttl_s:g} s, margin {self._margin_s:g} s)"
             )
         try:
             self._rendezvous.renew_lease(lease, timeout_s=deadline.remaining("renew the lease"))
         except LeaseError as error:
-            raise TornReadError(f"the lease on {version} ended before the last read did: {error}") from error
+            return f"it ended before the last read did: {error}"
+        return ""
 
     def release(self, left_s: float = _GOODBYE_S) -> None:
         """Stop renewing and release; idempotent. A service that is out of reach lets it expire.
