@@ -34,11 +34,12 @@ from reshard.refit.engines.vllm import VllmEngine
 from reshard.refit.tensors import SourceTensor
 
 MODEL = "qwen3-30b-a3b"
-QUIET = {
+SETTINGS = {
     "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_PLUGINS": "",
 }
 Copy = tuple[str, str, tuple[tuple[int, int], ...], int, tuple[int, ...]]
 """Source, destination, box, first element of the destination, its strides by source dim (0 where one element wide)."""
@@ -59,9 +60,17 @@ class Round:
         return self.twin_s + self.geometry_s
 
 
-def one_round(
-    model: Any, config: Any, manifest: Sequence[SourceTensor]
-) -> tuple[Round, set[Copy], set[Copy], Captured]:
+@dataclass(frozen=True)
+class Both:
+    """One round: how long it took, and what either side saw."""
+
+    round: Round
+    ours: set[Copy]
+    theirs: set[Copy]
+    captured: Captured
+
+
+def one_round(model: Any, config: Any, manifest: Sequence[SourceTensor]) -> Both:
     import torch
     from modelexpress.engines.vllm.refit.receiver import VllmReshardReceiver
     from modelexpress.refit.reshard.geometry import capture_geometry
