@@ -7,8 +7,8 @@ belongs to an extra and this module imports without it.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import json
+import logging
 import signal
 import sys
 import threading
@@ -21,7 +21,6 @@ from reshard.planner.errors import ReshardError, require
 
 if TYPE_CHECKING:
     from reshard.rendezvous.service import ServeOptions
-    from reshard.rendezvous.types import TLSFiles
 
 __all__ = ["main"]
 
@@ -87,28 +86,32 @@ def _application() -> Callable[[], object]:
         token_file: str = typer.Option("", help="File with one bearer token a line."),
         insecure: bool = typer.Option(False, "--insecure", help="Allow a bind outside loopback without the above."),
         metrics: str = typer.Option("", help="host:port of Prometheus metrics; empty: none."),
+        retry: str = typer.Option("", help="Suggest to receivers how to try again: attempts=5,backoff_s=0.1,..."),
     ) -> None:
-        """Serve the rendezvous until interrupted."""
+        """Serve the rendezvous until interrupted; each finished call is one JSON object on stderr."""
+        from reshard.rendezvous.retries import RetryHint
         from reshard.rendezvous.service import ServeOptions
 
         files = (tls_cert or None, tls_key or None, client_ca or None, token_file or None)
-        _serve(ServeOptions(listen, store, *files, insecure, metrics))
+        hint = RetryHint.parse(retry) if retry else None
+        _serve(ServeOptions(listen, store, *files, insecure, metrics, hint))
 
     def ps(
         address: str = typer.Argument(help="host:port of the rendezvous."),
         as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+        watch: float = typer.Option(0.0, min=0.0, help="Show it again every so many seconds; 0: once."),
         timeout: float = typer.Option(5.0, help="Seconds to wait for the service."),
         token_file: str = typer.Option("", help="File whose first line is the bearer token."),
+        tls: bool = typer.Option(False, "--tls", help="Speak TLS; without --tls-ca the system's roots are trusted."),
         tls_ca: str = typer.Option("", help="PEM file of the roots to trust; speaks TLS."),
         tls_cert: str = typer.Option("", help="PEM file of the client's certificate."),
         tls_key: str = typer.Option("", help="PEM file of its key."),
     ) -> None:
         """Show the workers, versions, leases, transactions and groups of a rendezvous."""
-        from reshard.rendezvous.types import TLSFiles
+        from reshard.refit.ps import read_token, show, tls_files
 
-        token = Path(token_file).read_text().split()[0] if token_file else None
-        tls = TLSFiles(tls_ca or None, tls_cert or None, tls_key or None) if tls_ca or tls_cert else None
-        _ps(address, token, tls, as_json=as_json, timeout_s=timeout)
+        files = tls_files(tls_ca, tls_cert, tls_key, tls=tls)
+        show(address, read_token(token_file), files, as_json=as_json, timeout_s=timeout, watch_s=watch)
 
     def doctor() -> None:
         """Say which transports work on this machine, how fast, and why the others do not."""
@@ -180,6 +183,7 @@ def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
 def _serve(options: ServeOptions) -> None:
     from reshard.rendezvous.service import serve
 
+    _log_calls()
     server = serve(**{field.name: getattr(options, field.name) for field in dataclasses.fields(options)})
     print(f"serving the rendezvous on {server.address}", flush=True)
     if server.metrics_address:
@@ -193,36 +197,15 @@ def _serve(options: ServeOptions) -> None:
         server.close(grace_s=2.0)
 
 
-def _ps(address: str, token: str | None, tls: TLSFiles | None, *, as_json: bool, timeout_s: float) -> None:
-    from reshard.rendezvous import Rendezvous
-    from reshard.rendezvous.codec import to_plain
-
-    client = Rendezvous.connect(address, token=token, tls=tls)
-    try:
-        description = client.describe(timeout_s=timeout_s)
-    finally:
-        client.close()
-    if as_json:
-        print(json.dumps(to_plain(description), indent=2))
-        return
-    print(f"rendezvous {address}: store {description.store}, server {description.server_id}")
-    for what in ("workers", "versions", "leases", "transactions", "groups"):
-        rows = getattr(description, what)
-        print(f"{what}: {len(rows)}")
-        for row in rows:
-            fields = ((field.name, getattr(row, field.name)) for field in dataclasses.fields(row))
-            print("  " + " ".join(f"{name}={_brief(value)}" for name, value in fields))
-
-
-def _brief(value: object) -> str:
-    """Show a field in one word: an enum by its value, a tuple by its entries."""
-    if isinstance(value, enum.Enum):
-        return str(value.value)
-    if isinstance(value, tuple):
-        return "[" + ",".join(_brief(entry) for entry in value) + "]"
-    if slot := getattr(value, "slot", ""):
-        return f"{slot}:{getattr(value, 'state', '')}"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+def _log_calls() -> None:
+    """Write the access log to stderr as it is, one JSON object a line, and what else is worth saying in words."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    access = logging.getLogger("reshard.rendezvous.access")
+    access.addHandler(handler)
+    access.setLevel(logging.INFO)
+    access.propagate = False
 
 
 def _doctor() -> None:

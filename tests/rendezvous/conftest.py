@@ -139,3 +139,26 @@ def redis_url(redis_process: RedisServer) -> str:
     finally:
         client.close()
     return redis_process.url
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A CA, a server's pair for localhost, a client's pair, and a stranger's CA."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl command to make certificates with")
+    folder = tmp_path_factory.mktemp("tls")
+
+    def run(*args: str) -> None:
+        subprocess.run(["openssl", *args], cwd=folder, check=True, capture_output=True, timeout=60)
+
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    for ca in ("ca", "stranger"):
+        run("req", "-x509", *curve, "-keyout", f"{ca}.key", "-out", f"{ca}.pem", "-days", "2", "-subj", f"/CN={ca}")
+    for name in ("server", "client"):
+        run("req", *curve, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        (folder / "ext").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1")
+        run(
+            "x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial",
+            "-out", f"{name}.pem", "-days", "2", "-extfile", "ext",
+        )  # fmt: skip
+    return folder
