@@ -326,15 +326,17 @@ def test_no_wave_is_read_into_what_is_being_copied(monkeypatch: pytest.MonkeyPat
         assert report.certificate.written_bytes == sum(engine[n].nbytes for n in source)
 
 
-def test_a_wrong_staged_cell_is_found_before_it_is_copied_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("install", ["shadow", "stream"])
+def test_a_wrong_staged_cell_is_found_before_it_is_copied_on(install: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are cast go through staging; the wave with the wrong cell is never copied."""
     source = {f"w{i}": np.random.default_rng(i).standard_normal((8, 16)).astype(np.float32) for i in range(6)}
     engine = ArrayEngine({name: np.zeros((8, 16), np.float64) for name in source})
-    settings = {"options": PlanOptions(staging_bytes=4096)}
+    settings = {"options": PlanOptions(staging_bytes=4096), "install": install, "require_verified": True}
     with Cluster(1, engines=[engine], receiver_settings=settings) as cluster:
         cluster.publish(0, source)
         (report,) = cluster.refit_ok(0)
         assert report.verified_bytes == report.received_bytes == 6 * 512
+        assert report.verified.n_cells == 6
         cluster.publish(1, {name: w + 1 for name, w in source.items()})
         buffer = cluster.publishers[0]._newest
         assert buffer is not None
@@ -351,7 +353,9 @@ def test_a_wrong_staged_cell_is_found_before_it_is_copied_on(monkeypatch: pytest
 
         monkeypatch.setattr(Plan, "copies", copies)
         (error,) = cluster.refit(1)
-        assert isinstance(error, VerificationError)
-        assert "trainer-0: w5 [0, 8) x [0, 16)" in str(error)
+        cause = error if install == "shadow" else cast(BaseException, error).__cause__
+        assert isinstance(cause, VerificationError), error
+        assert "trainer-0: w5 [0, 8) x [0, 16)" in str(cause)
         assert copied == list(range(planned.plan.n_waves - 1))
+        assert isinstance(error, VerificationError if install == "shadow" else QuarantinedError)
         assert all(np.array_equal(engine[n], w) for n, w in source.items())
