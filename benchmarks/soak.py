@@ -5,7 +5,7 @@ engine refit together. After every refit each rank's parameters equal, bit for b
 trained tensors; memory, file descriptors, threads, mappings, registered regions, prepared lists and leases are
 counted along the way.
 
-    python -m benchmarks.soak [--refits 2000] [--layers 4] [--transport memory] [--json FILE]
+    python -m benchmarks.soak [--refits 2000] [--layers 4] [--transport memory] [--batch-kib 64] [--json FILE]
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Usage:
 class Soak:
     """The trainer, the publishers and the ranks."""
 
-    def __init__(self, layers: int, transport: str) -> None:
+    def __init__(self, layers: int, transport: str, batch_bytes: int) -> None:
         import torch
 
         from reshard.refit.adapters.torch_dtensor import local_tensors
@@ -101,6 +101,8 @@ class Soak:
             )
             for r in range(N_RANKS)
         ]
+        for receiver in self.receivers:
+            receiver.reader.batch_bytes = batch_bytes
 
     def train(self, step: int) -> None:
         """One optimizer step on random tokens."""
@@ -186,9 +188,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--refits", type=int, default=2000)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--transport", default="memory")
+    parser.add_argument(
+        "--batch-kib", type=int, default=64, help="small, so that cells are verified while more is read"
+    )
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args(arguments)
-    soak = Soak(options.layers, options.transport)
+    soak = Soak(options.layers, options.transport, options.batch_kib << 10)
     warm_up = max(10, options.refits // 10)
     samples: list[tuple[int, Usage]] = []
     since = time.monotonic()

@@ -111,7 +111,7 @@ def read_plan(
         totals = reader.read(
             bound, manifest, deadline, verifier=verifier, may_lose=len(plan.holders) > 1, stall_s=how.stall_s
         )
-        out = Loaded(totals, max(totals.nbytes - reader.meta_bytes(totals.lost), 0), Verified(how.verify))
+        out = Loaded(totals, max(totals.kept_bytes - reader.meta_bytes(totals.lost), 0), Verified(how.verify))
         verifiers: tuple[Verifier, ...] = () if verifier is None else (verifier,)
         if totals.lost:
             if verifier is not None:

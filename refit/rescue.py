@@ -115,7 +115,7 @@ def rescue(
             if verifier is not None:
                 verifier.finish(part.lost)
                 verifiers.append(verifier)
-            part.nbytes -= reader.meta_bytes(part.lost)
+            part.nbytes = part.kept_bytes - reader.meta_bytes(part.lost)
         finally:
             reader.release()
         totals.add(part)

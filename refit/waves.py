@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -30,12 +30,29 @@ _BLAMED = ("failed", "refused")
 
 @dataclass(slots=True)
 class WireTotals:
-    """What moved: bytes, seconds with something in flight, native descriptors; and the peers lost on the way."""
+    """What moved: bytes, seconds with something in flight, native descriptors; and the peers lost on the way.
+
+    ``by_peer`` has the bytes of each peer: what a lost one had delivered is read again from others.
+    """
 
     nbytes: int = 0
     seconds: float = 0.0
     n_descriptors: int = 0
     lost: dict[str, TransportError] = field(default_factory=dict)
+    by_peer: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that moved from peers that were not lost."""
+        return self.nbytes - sum(self.by_peer.get(name, 0) for name in self.lost)
+
+    def count(self, lists: Iterable[Prepared]) -> None:
+        """Count lists that have landed."""
+        for prepared in lists:
+            name = prepared.peer.name
+            self.nbytes += prepared.nbytes
+            self.n_descriptors += prepared.n_descriptors
+            self.by_peer[name] = self.by_peer.get(name, 0) + prepared.nbytes
 
     def add(self, other: WireTotals) -> None:
         """Count another read too."""
@@ -139,14 +156,11 @@ def _wait(
         if not may_lose or not bad or unfinished or transport.quarantined():
             raise
         sums.lost.update(dict.fromkeys(bad, error))
-        done = [t.prepared for t in transfers if t.prepared.peer.name not in bad]
-        sums.nbytes += sum(p.nbytes for p in done)
         sums.seconds += time.monotonic() - since
-        sums.n_descriptors += sum(p.n_descriptors for p in done)
+        sums.count(t.prepared for t in transfers if t.prepared.peer.name not in bad)
         return
-    sums.nbytes += stats.bytes
     sums.seconds += stats.seconds
-    sums.n_descriptors += stats.n_descriptors
+    sums.count(t.prepared for t in transfers)
 
 
 def _post(

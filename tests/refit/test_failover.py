@@ -14,6 +14,7 @@ from reshard.refit.deadline import Deadline
 from reshard.refit.engines.arrays import ArrayEngine, take
 from reshard.refit.errors import HolderLostError, RefitAborted
 from reshard.refit.retry import RetryPolicy
+from reshard.transports.base import Prepared, Transfer
 from reshard.transports.errors import PeerError, TransportError
 
 
@@ -86,6 +87,48 @@ def test_only_the_lost_rows_are_read_again() -> None:
         assert report.failovers == ("trainer-0",)
         assert report.wire_bytes == whole.wire_bytes, "the others' bytes once, the lost ones' once"
         assert report.verified_bytes == report.received_bytes
+
+
+@pytest.mark.parametrize("lost_at", ["data", "header"])
+def test_what_a_lost_holder_delivered_counts_as_time_and_not_as_bytes(
+    lost_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wave of no time would have an impossible rate; what was delivered and read again would never be verified."""
+    monkeypatch.setenv("RESHARD_MAX_GBPS", "1000")
+    cluster, engine, model = replicated(3, retry=RetryPolicy(1, 0.01), require_verified=True)
+    with cluster:
+        receiver = cluster.receivers[0]
+        receiver.reader.batch_bytes = 1 << 30  # one batch: nothing else counts
+        publish(cluster, model, 0)
+        cluster.refit_ok(0)
+        model = {name: w + 1 for name, w in model.items()}
+        publish(cluster, model, 1)
+        wire = cluster.receiver_transports[0]
+        real_post, real_wait, seen = wire.post, wire.wait, [0]
+
+        def lose(big: bool) -> None:
+            seen[0] += big
+            if seen[0] == 1:
+                cluster.trainer_transports[0].close()
+
+        def post(prepared: Prepared, **more: float) -> object:
+            if lost_at == "data":
+                lose(prepared.nbytes >= 256)
+            return real_post(prepared, **more)  # type: ignore[arg-type]
+
+        def wait(transfers: list[Transfer], **more: object) -> object:
+            stats = real_wait(transfers, **more)  # type: ignore[arg-type]
+            if lost_at == "header":
+                lose(any(t.prepared.nbytes >= 256 for t in transfers))
+            return stats
+
+        monkeypatch.setattr(wire, "post", post)
+        monkeypatch.setattr(wire, "wait", wait)
+        (report,) = cluster.refit_ok(1)
+        assert report.failovers == ("trainer-0",)
+        assert report.wire_s > 0
+        assert all(np.array_equal(engine[name], w) for name, w in model.items())
+        assert report.verified_bytes == report.received_bytes == sum(w.nbytes for w in model.values())
 
 
 def _bytes_by_holder(cluster: Cluster) -> dict[str, int]:

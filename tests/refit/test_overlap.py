@@ -224,37 +224,64 @@ def test_a_cell_that_was_overwritten_meanwhile_is_called_torn(monkeypatch: pytes
 
 
 @dataclass
+class Listed:
+    """A prepared list, its peer and its transfer at once."""
+
+    name: str
+    nbytes: int = 100
+    n_descriptors: int = 2
+
+    @property
+    def peer(self) -> Listed:
+        return self
+
+    @property
+    def prepared(self) -> Listed:
+        return self
+
+
+@dataclass
 class Recording:
     """A transport that says what was done, in order."""
 
     log: list[str] = field(default_factory=list)
+    broken: str = ""
 
-    def post(self, prepared: Prepared, *, timeout_s: float) -> Prepared:
-        self.log.append(f"post {prepared}")
+    def post(self, prepared: Listed, *, timeout_s: float) -> Listed:
+        self.log.append(f"post {prepared.name}")
         return prepared
 
-    def wait(self, transfers: list[Prepared], *, timeout_s: float, finish_others: bool) -> object:
-        self.log += [f"wait {t}" for t in transfers]
-        return type("Stats", (), {"bytes": 1, "seconds": 0.0, "n_descriptors": 1})
+    def wait(self, transfers: list[Listed], *, timeout_s: float, finish_others: bool) -> object:
+        self.log += [f"wait {t.name}" for t in transfers]
+        time.sleep(0.01)
+        if self.broken:
+            states = {t.name: "failed: gone" if t.name == self.broken else "done" for t in transfers}
+            self.broken = ""
+            raise TransferError("gone", failures=states)
+        return type("Stats", (), {"seconds": 0.25})
+
+    def quarantined(self) -> tuple[object, ...]:
+        return ()
 
 
 def test_the_next_batch_is_on_its_way_while_one_is_used() -> None:
-    @dataclass
-    class Listed:
-        name: str
-
-        @property
-        def peer(self) -> Listed:
-            return self
-
-        def __str__(self) -> str:
-            return self.name
-
     wire = Recording()
     lists = [[cast(Prepared, Listed(str(k)))] for k in range(4)]
     read_waves(cast(Transport, wire), lists, lambda k: wire.log.append(f"use {k}"), Deadline(5.0, "test"))
     expected = "post 0, wait 0, post 1, use 0, wait 1, post 2, use 1, wait 2, post 3, use 2, wait 3, use 3"
     assert ", ".join(wire.log) == expected
+
+
+def test_a_batch_that_lost_a_holder_took_time() -> None:
+    wire = Recording(broken="a")
+    lists = [[cast(Prepared, Listed(name)) for name in "abc"] for _ in range(2)]
+    totals = read_waves(cast(Transport, wire), lists, lambda k: None, Deadline(5.0, "test"), may_lose=True)
+    assert list(totals.lost) == ["a"]
+    assert totals.by_peer == {"b": 200, "c": 200}
+    assert totals.nbytes == totals.kept_bytes == 400
+    assert totals.n_descriptors == 8
+    assert totals.seconds >= 0.01 + 0.25
+    assert wire.log[6:8] == ["post b", "post c"]
 
 
 def test_no_wave_is_read_into_what_is_being_copied(monkeypatch: pytest.MonkeyPatch) -> None:
