@@ -71,6 +71,11 @@ class PackedNames:
         packed.__dict__["strings"] = list(names)
         return packed
 
+    @staticmethod
+    def count(blob: bytes) -> int:
+        """Return how many names the words of `blob` are, whether they are good or not."""
+        return int(np.count_nonzero(np.frombuffer(blob, np.uint8)[WORD_BYTES - 1 :: WORD_BYTES] == 0))
+
     def __len__(self) -> int:
         return len(self._last_word)
 

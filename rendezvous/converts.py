@@ -79,6 +79,8 @@ def tensors_from_message(message: tables_pb.TensorDict, digest: bytes) -> Tensor
     (dtype_code,), dims = _unpack_dims("tensors", message, n, n_heads=1, per_dim=1)
     dims.check_extents("tensors.shape", 0)
     names = decompress("tensors.names_frame", message.names_frame, n_bytes)
+    if (found := PackedNames.count(names)) != n:  # before anything is done for each of them
+        raise InvalidRequestError("tensors.names_frame", f"holds {found} names, expected {n}")
     axes: dict[int, tuple[str, ...]] = {}
     for i, row in enumerate(message.axes):
         where = f"tensors.axes[{i}]"

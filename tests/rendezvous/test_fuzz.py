@@ -376,18 +376,25 @@ def bombs() -> dict[str, tables.TensorDict | tables.GeometryDict | tables.ShardP
     constant = column(0, 1, tables.TRANSFORM_CONSTANT)
     small = zstandard.ZstdCompressor().compress(b"")
     many = 1 << 40
+    same, same_million = (zstandard.ZstdCompressor().compress(b"same\0\0\0\0" * n) for n in (8 << 20, 1 << 20))
     return {
         "names of 2 GiB": tables.TensorDict(
-            n_tensors=1, names_bytes=2 * GIB, columns=[constant] * 3, dim_rows=[], frame=small, names_frame=frame
+            n_tensors=1, names_bytes=2 * GIB, columns=[constant] * 2, dim_rows=[], frame=small, names_frame=frame
         ),
         "names that say little": tables.TensorDict(
-            n_tensors=1, names_bytes=4, columns=[constant] * 3, dim_rows=[], frame=small, names_frame=frame
+            n_tensors=1, names_bytes=4, columns=[constant] * 2, dim_rows=[], frame=small, names_frame=frame
         ),
         "columns that say little": tables.TensorDict(
-            n_tensors=1, names_bytes=1, columns=[column(8)] * 3, frame=frame, names_frame=small
+            n_tensors=1, names_bytes=1, columns=[column(8)] * 2, frame=frame, names_frame=small
         ),
         "constant columns of 2**40 tensors": tables.TensorDict(
-            n_tensors=many, names_bytes=many, columns=[constant] * 3, frame=small, names_frame=small
+            n_tensors=many, names_bytes=many, columns=[constant] * 2, frame=small, names_frame=small
+        ),
+        "one name 8 million times": tables.TensorDict(
+            n_tensors=1, names_bytes=64 << 20, columns=[constant] * 2, frame=small, names_frame=same
+        ),
+        "one name a million times": tables.TensorDict(
+            n_tensors=1 << 20, names_bytes=8 << 20, columns=[constant] * 2, frame=small, names_frame=same_million
         ),
         "2**40 boxes": tables.GeometryDict(n_geometries=many, columns=[constant], frame=small),
         "10**7 constant boxes": tables.GeometryDict(
@@ -458,7 +465,7 @@ def bombs_elsewhere() -> dict[str, tuple[str, tables.NameSet | tables.CutTable]]
     frame, small = zeros(2 * GIB), zstandard.ZstdCompressor().compress(b"")
     constant, many = column(0, 1, tables.TRANSFORM_CONSTANT), 1 << 40
     dictionary = tables.TensorDict(
-        n_tensors=10**6, names_bytes=10**6, columns=[constant] * 3, frame=small, names_frame=small
+        n_tensors=10**6, names_bytes=10**6, columns=[constant] * 2, frame=small, names_frame=small
     )
     return {
         "names that say little": ("PutNames", tables.NameSet(n_names=1, names_bytes=2, frame=frame)),
