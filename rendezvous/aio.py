@@ -146,7 +146,24 @@ class AsyncRendezvous:
     """The rendezvous' calls, for asyncio. Use it on one event loop.
 
     Every call takes `timeout_s`, seconds, finite and over 0, and raises errors of :mod:`reshard.rendezvous.errors`
-    only: an outage is :class:`RendezvousUnavailableError`, never an empty answer.
+    only: an outage is :class:`RendezvousUnavailableError`, never an empty answer; a field out of its bounds is
+    :class:`InvalidRequestError`, a token that is missing or wrong :class:`AuthenticationError`. Beside these:
+
+    =================  ================================================================================================
+    call               raises
+    =================  ================================================================================================
+    get_tables         StaleError: a table is not there, or no longer
+    open_epoch         VersionError: a newer epoch replaced the run's
+    open_version       VersionError: publishers disagree, or the step goes back; StaleError: it was published and went
+    publish_slot       WorkerLostError; VersionError: a second table, a changed layout; StaleError: the version or the
+                       table is not there; EqualityError: it completed a version whose replicas differ
+    await_version      see there; also WorkerLostError, TransactionError, AbortedError
+    wait_leases        RendezvousTimeoutError
+    renew_lease        LeaseError: it has ended
+    vote, installed    RendezvousTimeoutError; TransactionError: it contradicts what was said before
+    get_cuts           StaleError: hints of that layout epoch are not there
+    any                RendezvousError: the client is closed
+    =================  ================================================================================================
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -386,9 +403,7 @@ class AsyncRendezvous:
             identity=part.identity,
             plan_digest=limits.check_bytes("plan_digest", plan_digest, at_most=64),
             names_digest=digest,
-            allow_unconsumed=limits.check_names(
-                "allow_unconsumed", allow_unconsumed, at_least=0, at_most=limits.MAX_PATTERNS
-            ),
+            allow_unconsumed=limits.check_patterns("allow_unconsumed", allow_unconsumed),
             wire_bytes=limits.check_int("wire_bytes", wire_bytes, at_least=0, at_most=2**62),
         )
         try:

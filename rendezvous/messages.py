@@ -239,9 +239,7 @@ def vote_from_message(message: pb.VoteRequest) -> Vote:
         identity=limits.check_digest("identity", message.identity),
         plan_digest=limits.check_bytes("plan_digest", message.plan_digest, at_most=64),
         names_digest=limits.check_digest("names_digest", message.names_digest, empty_ok=not message.yes),
-        allow_unconsumed=limits.check_names(
-            "allow_unconsumed", message.allow_unconsumed, at_least=0, at_most=limits.MAX_PATTERNS
-        ),
+        allow_unconsumed=limits.check_patterns("allow_unconsumed", message.allow_unconsumed),
         wire_bytes=limits.check_int("wire_bytes", message.wire_bytes, at_least=0, at_most=2**62),
     )
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -253,6 +255,16 @@ def test_what_a_worker_and_a_slot_say_is_bounded_in_all() -> None:
     names = {f"{i}" + "n" * 4000: bytes(32) for i in range(140)}
     with pytest.raises(InvalidRequestError, match=r"record\.roots: \d+ bytes in all"):
         make_record("t0", "0" * 32, bytes(32), roots=names)
+
+
+def test_every_bound_is_used() -> None:
+    """A bound that nobody asks bounds nothing."""
+    folder = Path(limits.__file__).parent
+    code = "\n".join(path.read_text() for path in folder.glob("*.py") if path.name != "limits.py")
+    inside = (folder / "limits.py").read_text()
+    for name in limits.__all__:
+        within = len(re.findall(rf"\b{name}\b", inside)) > 2  # beside its definition and __all__
+        assert within or re.search(rf"\blimits\.{name}\b", code), name
 
 
 def test_lease_objects_are_checked() -> None:
