@@ -16,7 +16,8 @@ bijection of 32-bit numbers, the upper 31 bits are a hash of ``i``:
 - nonlinear: flipping the signs of several top lanes adds ``2**31`` times a signed sum of weights, which vanishes
   modulo 2**33 with probability 2**-32 a seed (for arithmetic progressions four flips always can).
 
-This module is the NumPy form, which takes two lanes at a time as one 64-bit word; `reshard.refit.digests_torch` and `reshard.refit.digests_triton` give the same numbers.
+This module is the NumPy form, which takes two lanes at a time as one 64-bit word; `reshard.refit.digests_torch` and
+`reshard.refit.digests_triton` give the same numbers.
 """
 
 from __future__ import annotations

@@ -151,6 +151,7 @@ class Streamer:
             links=self._links,
             device=self._reader.device,
         )
+        own.batch_bytes = self._reader.batch_bytes
         own.adopt(made, checks.n_cells if checks is not None else {}, borrowed=views)
         own.allocate()
         self._reader.new_registrations += own.new_registrations

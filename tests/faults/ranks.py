@@ -110,6 +110,7 @@ def run_receiver(
         worker_ttl_s=WORKER_TTL_S,
         retry=RetryPolicy(2, 0.05),
     )
+    receiver.reader.batch_bytes = 256  # cells are verified while others are read
 
     def refit(command: Message) -> Message:
         at["stage"] = str(command.get("pause_at", ""))
