@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -26,6 +25,7 @@ from reshard.refit.devices import tensor_of
 from reshard.refit.engine import Captured, EngineParameter
 from reshard.refit.engines.loader import Loader, captured_of
 from reshard.refit.engines.places import places_of, signature_of, torch_dtype
+from reshard.refit.engines.vllm_cpu import keeps_scales, packs_again
 from reshard.refit.engines.vllm_layout import LoadPlace, load_layout, load_places
 from reshard.refit.errors import RefitError, UnsupportedLoaderError
 from reshard.refit.tensors import SourceTensor
@@ -243,30 +243,8 @@ def _reload_layer(layer: torch.nn.Module, parts: Iterable[tuple[str, LoadPlace, 
         if attribute in info.kernel_non_persistent_buffers and info.kernel_tensors is not None:
             info.kernel_tensors[1][attribute].data.copy_(fresh)
     if not deferred:
-        with _packs_again(layer):
+        with packs_again(layer), keeps_scales(layer):
             _layerwise_process(layer, info)
-
-
-@contextmanager
-def _packs_again(layer: torch.nn.Module) -> Iterator[None]:
-    """Let the CPU's fused-experts kernel pack weights that it has packed before.
-
-    vLLM 0.32 packs them only while a method has no kernel yet, so its own reload leaves unpacked weights to a kernel
-    that takes them for packed ones. The method is shown none for the length of the processing; the kernel that serves,
-    which refers to tensors that stay, is given back.
-    """
-    from vllm.platforms import current_platform
-
-    method = getattr(layer, "quant_method", None)
-    kernel = getattr(method, "moe_kernel", None)
-    if method is None or kernel is None or not current_platform.is_cpu():
-        yield
-        return
-    method.moe_kernel = None
-    try:
-        yield
-    finally:
-        method.moe_kernel = kernel
 
 
 def _restore_kernel_tensors(model: torch.nn.Module) -> None:

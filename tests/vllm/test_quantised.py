@@ -1,0 +1,87 @@
+"""A quantised vLLM engine that was refitted with another checkpoint's tensors says what one started from it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.vllm.conftest import TRANSPORT, Site, answer
+from tests.vllm.models import config_of
+
+INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False},
+            "input_activations": {
+                "num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True,
+            },
+        }
+    },
+}  # fmt: skip
+"""Weights in int8 with a scale for each row, activations in int8 with a scale for each token."""
+
+
+def checkpoint(folder: Path, seed: int) -> dict[str, Any]:
+    """A Llama in int8: saved, and its tensors."""
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    torch.manual_seed(seed)
+    config = config_of("llama")
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if "_proj" not in name:
+            tensors[name] = tensor.to(torch.bfloat16)
+            continue
+        scale = tensor.abs().amax(dim=1, keepdim=True) / 127
+        tensors[name] = torch.round(tensor / scale).to(torch.int8)
+        tensors[f"{name}_scale"] = scale.to(torch.bfloat16)
+    folder.mkdir()
+    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    config.architectures = ["LlamaForCausalLM"]
+    (folder / "config.json").write_text(json.dumps(config.to_dict() | {"quantization_config": INT8}))
+    return tensors
+
+
+@pytest.mark.timeout(300)
+def test_int8_with_scales_is_refitted(site: Site) -> None:
+    from reshard.refit.publisher import Publisher
+    from reshard.refit.tensors import LocalTensor
+    from reshard.rendezvous import Rendezvous
+    from reshard.transports import open_transport
+
+    checkpoint(site.folder / "first", 1)
+    engine = site.engine(site.folder / "first", refits=True)
+    said = [answer(engine)]
+    with (
+        Rendezvous.connect(site.rendezvous) as service,
+        open_transport(TRANSPORT) as wire,
+        Publisher(wire, service, model="policy", slot="all", slots=["all"]) as publisher,
+    ):
+        epoch = publisher.open_epoch("int8")
+        engine.ask("init", info=site.info())
+        for step in (1, 2):
+            tensors = checkpoint(site.folder / f"step-{step}", 1 + step)
+            publisher.publish(
+                epoch=epoch,
+                step=step,
+                tensors=[
+                    LocalTensor(n, str(t.dtype).removeprefix("torch."), tuple(t.shape), (0,) * t.dim(), t)
+                    for n, t in tensors.items()
+                ],
+                timeout_s=60,
+            )
+            engine.ask("refit", info={"step": step, "timeout_s": 60.0})
+            said.append(answer(engine))
+    site.end(engine)
+    assert len({str(tokens) for tokens, _ in said}) == 3, "other weights say the same, so equal answers prove nothing"
+    for step in (1, 2):
+        assert said[step] == site.answer_of(site.folder / f"step-{step}"), f"step {step}"
