@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.vllm.conftest import TRANSPORT, Site, answer
+from tests.vllm.conftest import TRANSPORT, Site, all_ask, answer
 from tests.vllm.models import config_of
 
 INT8 = {
@@ -85,3 +85,23 @@ def test_int8_with_scales_is_refitted(site: Site) -> None:
     assert len({str(tokens) for tokens, _ in said}) == 3, "other weights say the same, so equal answers prove nothing"
     for step in (1, 2):
         assert said[step] == site.answer_of(site.folder / f"step-{step}"), f"step {step}"
+
+
+@pytest.mark.timeout(300)
+def test_weights_that_vllm_quantises_itself_are_refitted(site: Site) -> None:
+    """bfloat16 from the trainer, int8 in the engine: each install quantises anew."""
+    online = {"quantization": "int8_per_channel_weight_only"}
+    trainers = site.trainers("llama", n=1)
+    all_ask(trainers, "save", folder=str(site.folder / "first"))
+    engine = site.engine(site.folder / "first", refits=True, **online)
+    before = answer(engine)
+    engine.ask("init", info=site.info())
+    all_ask(trainers, "train", step=1)
+    all_ask(trainers, "publish", step=1)
+    all_ask(trainers, "save", folder=str(site.folder / "step-1"))
+    engine.ask("refit", info={"step": 1, "timeout_s": 60.0})
+    said = answer(engine)
+    site.end(engine, *trainers)
+    assert said[0] != before[0]
+    started = site.engine(site.folder / "step-1", refits=False, **online)
+    assert said == answer(started)
