@@ -140,7 +140,9 @@ def recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractCont
                 if viewed is None:
                     return func(*args, **kwargs)  # a view of live memory; harmless until it is read or written
                 out = func(*self.meta_args(args), **self.meta_kwargs(kwargs))
-                return self.wrap(out, origin_of(viewed))
+                retyped = isinstance(out, torch.Tensor) and out.dtype != viewed.dtype
+                # other bits for the same elements, or other elements: the loader itself must do it
+                return self.wrap(out, Origin(None, origin_of(viewed).names) if retyped else origin_of(viewed))
             if name in value_free:
                 return func(*self.like_args(args), **kwargs)
             names = frozenset[str]().union(*(o.names for o in origins.values()))
@@ -243,6 +245,7 @@ def recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractCont
                     and source is not None
                     and source.storage is not None
                     and not source.taint
+                    and target.dtype == destination.dtype
                 ):
                     src = Strided.of(meta_of(value)).expand(view.sizes)
                     reads = resolve(source.storage, src, view)

@@ -77,7 +77,8 @@ def _redirector_type() -> Callable[[Sequence[Destination], Mapping[str, torch.Te
                 if place is None or place.name not in self.shadows:
                     return tensor
                 offset = int(tensor.storage_offset()) - place.first_byte // place.item_bytes
-                made = self.shadows[place.name].as_strided(tensor.shape, tensor.stride(), offset)
+                typed = self.shadows[place.name].view(tensor.dtype)
+                made = typed.as_strided(tensor.shape, tensor.stride(), offset)
                 originals[id(made)] = tensor
                 return made
 

@@ -226,6 +226,9 @@ COMPUTED: dict[str, Callable[[Model, torch.Tensor], None]] = {
     "index_put": lambda m, w: m.p.data.__setitem__(torch.tensor([4, 3, 2, 1, 0]), w),
     "where": lambda m, w: m.p.data.copy_(torch.where(w > 2, w, 0.0)),
     "sort": lambda m, w: m.p.data.copy_(w.flip(0).sort().values),
+    "values_of_bits": lambda m, w: m.p.data.copy_(w.view(torch.int32)),
+    "bits": lambda m, w: m.p.data.view(torch.int32).copy_(w.view(torch.int32)),
+    "into_bits": lambda m, w: m.p.data.view(torch.int32).copy_(w),
     "out": lambda m, w: torch.add(w, 1, out=m.p.data),
     "zeros_like": lambda m, w: m.p.data.copy_(torch.zeros_like(w).add_(w)),
 }
