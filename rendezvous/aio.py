@@ -1,19 +1,17 @@
-"""How does a worker talk to the rendezvous from asyncio? :class:`AsyncRendezvous`, and a worker's heartbeat.
+"""How does a worker talk to the rendezvous from asyncio? :class:`AsyncRendezvous`.
 
-``connect`` reaches a service, ``in_process`` is a rendezvous without a server. A worker's heartbeat runs in the client
-and survives reconnects for as long as its TTL lasts.
+``connect`` reaches a service, ``in_process`` is a rendezvous without a server.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 from reshard.planner.cuts import Cuts
 from reshard.planner.shards import ShardPart
@@ -28,7 +26,6 @@ from reshard.rendezvous.errors import (
     WorkerLostError,
 )
 from reshard.rendezvous.records import Vote
-from reshard.rendezvous.retries import RetryHint
 from reshard.rendezvous.transactions import Join
 from reshard.rendezvous.types import (
     CutHints,
@@ -42,6 +39,7 @@ from reshard.rendezvous.types import (
     VersionKey,
     WorkerInfo,
 )
+from reshard.rendezvous.worker import AnyWorker, AsyncWorker
 
 __all__ = ["CALL_S", "AnyWorker", "AsyncRendezvous", "AsyncWorker"]
 
@@ -51,82 +49,12 @@ CALL_S = 30.0  # the deadline of a call that does not wait for others, unless to
 _KEPT_TRANSACTIONS = 64
 
 
-class AnyWorker(Protocol):
-    """What calls need of a worker, be it for asyncio or for threads."""
-
-    @property
-    def id(self) -> str:
-        """The fresh id of this process life."""
-        ...
-
-    @property
-    def info(self) -> WorkerInfo:
-        """What was registered."""
-        ...
-
-    @property
-    def lost(self) -> bool:
-        """Whether it is lost, as far as is known here."""
-        ...
-
-
 @dataclass(slots=True)
 class _Part:
     """What a client remembers of a transaction that it joined as `member`."""
 
     worker_id: str
     identity: bytes
-
-
-class AsyncWorker:
-    """A registered process life. Its heartbeat runs until it is closed or lost."""
-
-    def __init__(
-        self, client: AsyncRendezvous, worker_id: str, info: WorkerInfo, ttl_s: float, retry_hint: RetryHint | None
-    ) -> None:
-        self.id = worker_id
-        self.info = info
-        self.ttl_s = ttl_s
-        self.retry_hint = retry_hint  # what the service suggests for dials and lease requests
-        self._client = client
-        self._lost = False
-        self._alive_until_s = time.monotonic() + ttl_s
-        self._task = asyncio.get_running_loop().create_task(self._beat_forever())
-
-    @property
-    def lost(self) -> bool:
-        """Whether the service said so, or no beat was acknowledged within the TTL. It stays so: register anew."""
-        return self._lost or time.monotonic() >= self._alive_until_s
-
-    async def close(self) -> None:
-        """Stop the heartbeat and tell the service, if it can be reached."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        if not self.lost:
-            try:
-                await self._client.backend.unregister(self.id, 2.0)
-            except RendezvousError as error:
-                _log.info("worker %s could not be ended, its TTL will: %s", self.info.name, error)
-        self._lost = True
-        self._client.forget(self)
-
-    async def _beat_forever(self) -> None:
-        def on_sent(sent_s: float) -> None:
-            self._alive_until_s = sent_s + self.ttl_s
-
-        backoff_s = 0.05
-        while not self.lost:
-            started = time.monotonic()
-            try:
-                await self._client.backend.heartbeat(self.id, self.ttl_s / 3, on_sent)
-            except WorkerLostError as error:
-                _log.warning("worker %s: %s", self.info.name, error)
-                self._lost = True
-            except RendezvousError as error:
-                _log.info("heartbeat of %s broke, it is resumed: %s", self.info.name, error)
-                backoff_s = 0.05 if time.monotonic() - started > 1.0 else min(backoff_s * 2, 1.0)
-                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311
-        self._lost = True
 
 
 class _Closed:
@@ -204,7 +132,7 @@ class AsyncRendezvous:
         limits.check_ttl("ttl_s", ttl_s)
         worker_id = new_id()
         hint = await self.backend.register(worker_id, _require(WorkerInfo, "info", info), ttl_s, _timeout(timeout_s))
-        worker = AsyncWorker(self, worker_id, info, ttl_s, hint)
+        worker = AsyncWorker(self.backend, self._workers.discard, worker_id, info, ttl_s, hint)
         self._workers.add(worker)
         return worker
 
@@ -454,10 +382,6 @@ class AsyncRendezvous:
         self._workers.clear()
         backend, self.backend = self.backend, cast("Backend", _CLOSED)
         await backend.close()
-
-    def forget(self, worker: AsyncWorker) -> None:
-        """Drop a closed worker."""
-        self._workers.discard(worker)
 
     def _part(self, transaction: str, member: str) -> _Part:
         part = self._parts.get((transaction, member))

@@ -106,10 +106,10 @@ def test_public_names_resolve() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_face_holds_links_and_nothing_else() -> None:
+def test_the_face_holds_links_and_next_to_nothing_else() -> None:
     face = ROOT / "src" / "reshard"
     entries = {p.name for p in face.iterdir() if p.name != "__pycache__"}
-    assert entries == {"__init__.py", "py.typed", *PACKAGES}
+    assert entries == {"__init__.py", "__main__.py", "py.typed", *PACKAGES}
     for package in PACKAGES:
         link = face / package
         assert link.is_symlink(), f"{link} is not a symlink"
