@@ -101,7 +101,8 @@ def bind_version(
         ``before``, ``after`` and ``digests``, each joined by a NUL with the holder's name, to the memory they are
         read into.
     checks, batch_bytes
-        With both, waves are read in batches of at least so many bytes, and it is told when each check can be made.
+        With both, waves are read in batches of at least so many bytes, and it is told when each check can be made;
+        not where fewer bytes than that can be verified while more is read.
 
     Raises
     ------
@@ -122,9 +123,11 @@ def bind_version(
     )
     made = Bound([], [], [], [])
     portions: list[list[Portion]] = []
+    on_the_way = sum(c.nbytes for c in checks.checks if c.wave < 0) if checks is not None else 0
+    least_bytes = batch_bytes if on_the_way >= batch_bytes else 0  # batches cost lists, and pay by what is verified
     try:
         for number, wave in enumerate(relative.waves):
-            split = split_wave(wave, n_batches(wave, batch_bytes if checks is not None else 0))
+            split = split_wave(wave, n_batches(wave, least_bytes))
             portions += split
             for i, share in enumerate(split):
                 batch = Batch(number, i == len(split) - 1, [])
@@ -149,6 +152,8 @@ def _complete_with(checks: Checks, records: Sequence[SlotRecord], portions: Sequ
     bases = {r.slot: np.asarray(r.region_bases, np.uint64) for r in records}
     for number, name in enumerate(checks.names):
         mine = np.flatnonzero(holders == number)
+        if not len(mine):
+            continue
         rows = [(i, p.remote) for i, share in enumerate(portions) for p in share if p.holder == name]
         grid, cell = checks.grids[number], cells[mine]
         start = bases[name][grid.region[cell]] + grid.offset_bytes[cell].astype(np.uint64)

@@ -386,3 +386,21 @@ def test_a_wrong_staged_cell_is_found_before_it_is_copied_on(install: str, monke
         assert copied == list(range(planned.plan.n_waves - 1))
         assert isinstance(error, VerificationError if install == "shadow" else QuarantinedError)
         assert all(np.array_equal(engine[n], w) for n, w in source.items())
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_batches_only_where_cells_can_be_verified(whole: bool) -> None:
+    """Columns of row-major shards are read in part: there is nothing to verify meanwhile, and one list a holder."""
+    source = {"w": np.arange(64 * 64, dtype=np.float32).reshape(64, 64)}
+    columns = 64 if whole else 32
+    engine = ArrayEngine(
+        {"w": np.zeros((64, columns), np.float32)}, layout={"w": [take("w", np.s_[:, 64 - columns : 64])]}
+    )
+    with Cluster(1, engines=[engine], receiver_settings={"options": PlanOptions(max_runs_per_block=64)}) as cluster:
+        cluster.publish(0, source)
+        (report,) = cluster.refit_ok(0)
+        (bound,) = cluster.receivers[0].reader._bindings.values()
+        assert len(bound.batches) == (N_BATCHES if whole else 1)
+        assert (bound.complete_with is not None) == whole
+        assert report.verified_bytes == (report.received_bytes if whole else 0)
+        assert np.array_equal(engine["w"], source["w"][:, 64 - columns :])
