@@ -38,6 +38,7 @@ MATERIALISED = "materialised:"
 __all__ = ["MATERIALISED", "Gate", "Planned", "manifest_of", "plan_refit", "topology_digest", "with_buffers"]
 
 _SAMPLE = 10
+_SAMPLE_CHARACTERS = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +201,6 @@ def _coverage(
         elif got < p.nbytes:
             part.append(p.name)
     engine_bytes = sum(p.nbytes for p in parameters)
-    causes = Counter(u.cause for u in captured.unsupported)
     record = CoverageRecord(
         rank=rank,
         params_installed=len(parameters) - len(never),
@@ -215,14 +215,14 @@ def _coverage(
         params_part_written_sample=tuple(sorted(part)[:_SAMPLE]),
         copies_captured=captured.n_copies,
         unsupported=len(captured.unsupported),
-        unsupported_sample=tuple(f"{u.source}: {u.cause}"[:120] for u in captured.unsupported[:_SAMPLE]),
-        unsupported_causes=tuple(causes.most_common()),
+        unsupported_sample=_unsupported_sample(captured),
+        unsupported_causes=_unsupported_causes(captured),
         planned_wire_bytes=economics.wire_bytes,
         extra_wire_bytes=economics.wire_bytes - economics.useful_bytes,
         descriptors=economics.n_descriptors,
         descriptor_savings=economics.descriptor_savings,
         full_pull_sources=economics.full_pull_sources,
-        unbounded_sources=0,
+        unbounded_sources=sum(name.startswith(MATERIALISED) for name in names),
         converts=economics.converts,
         fallback="",
     )
@@ -238,32 +238,39 @@ def _coverage(
 def _refused_record(captured: Captured, parameters: Sequence[EngineParameter], rank: int) -> CoverageRecord:
     """The record of a plan that was refused for a gap: nothing is installed."""
     names = sorted(p.name for p in parameters)
-    blank = CoverageRecord(
-        rank,
-        0,
-        len(parameters),
-        0,
-        0,
-        sum(p.nbytes for p in parameters),
-        0.0,
-        len(names),
-        tuple(names[:_SAMPLE]),
-        0,
-        (),
-        captured.n_copies,
-        0,
-        (),
-        (),
-        0,
-        0,
-        0,
-        0,
-        0,
-        0,
-        0,
-        "",
+    return CoverageRecord(
+        rank=rank,
+        params_installed=0,
+        engine_params=len(names),
+        dest_bytes=0,
+        filled_bytes=0,
+        engine_bytes=sum(p.nbytes for p in parameters),
+        coverage_pct=0.0,
+        params_never_written=len(names),
+        params_never_written_sample=tuple(names[:_SAMPLE]),
+        params_part_written=0,
+        params_part_written_sample=(),
+        copies_captured=captured.n_copies,
+        unsupported=len(captured.unsupported),
+        unsupported_sample=_unsupported_sample(captured),
+        unsupported_causes=_unsupported_causes(captured),
+        planned_wire_bytes=0,
+        extra_wire_bytes=0,
+        descriptors=0,
+        descriptor_savings=0,
+        full_pull_sources=0,
+        unbounded_sources=len(captured.materialised),
+        converts=0,
+        fallback="refused",
     )
-    return replace(blank, fallback="refused")
+
+
+def _unsupported_sample(captured: Captured) -> tuple[str, ...]:
+    return tuple(f"{u.source}: {u.cause}"[:_SAMPLE_CHARACTERS] for u in captured.unsupported[:_SAMPLE])
+
+
+def _unsupported_causes(captured: Captured) -> tuple[tuple[str, int], ...]:
+    return tuple(Counter(u.cause for u in captured.unsupported).most_common())
 
 
 def _check_gate(record: CoverageRecord, gate: Gate) -> None:

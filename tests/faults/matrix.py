@@ -4,7 +4,12 @@ After each combination: every survivor serves entirely the old or entirely the n
 nothing; no two ranks of the group serve different versions; no lease, and no peer that died, is left; and the next
 refit succeeds.
 
-    python -m tests.faults.matrix [--install shadow|stream] [--only STEP:FAULT ...] [--json FILE]
+A *network stall* holds back all traffic with the service (a proxy between it and everybody else) and stops one
+trainer's process, so that neither questions nor, over nixl and TCP, reads are answered; *server silent* holds it back
+for longer than the refit has.
+
+    python -m tests.faults.matrix [--install shadow|stream] [--transport memory|nixl] [--steps STEP ...]
+                                  [--only STEP:FAULT ...] [--json FILE]
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.faults.proxy import Proxy
 from tests.faults.ranks import GROUP, LEASE_TTL_S, MODEL, WORKER_TTL_S
 
 from reshard.refit.demo.channel import ChannelClosed, Message
@@ -48,6 +54,7 @@ FAULTS = (
     "receiver killed",
     "server killed",
     "network stall",
+    "server silent",
     "wrong bytes",
     "late digest",
     "slow rank",
@@ -59,6 +66,11 @@ MEMBERS = ["tp0", "tp1"]
 VICTIM = "tp1"
 REFIT_S = 7.0
 STALL_S = 1.0
+SILENT_REFIT_S = 3.0
+GOODBYE_S = 12.0
+"""What a refit may take beyond its time to say goodbye: to peers, to the service, for memory in doubt."""
+ASKS = ("discover", "read", "vote", "install", "serve")
+"""Steps in, or right before, which the service is asked."""
 SERVES_NOTHING = {"empty", "quarantined", "in_doubt", "changing"}
 
 
@@ -69,15 +81,24 @@ class Combination:
     step: str
     fault: str
     install: str = "shadow"
+    transport: str = "memory"
 
     def __str__(self) -> str:
-        return f"{self.step}:{self.fault}" + ("" if self.install == "shadow" else f" ({self.install})")
+        how = [part for part, usual in ((self.install, "shadow"), (self.transport, "memory")) if part != usual]
+        return f"{self.step}:{self.fault}" + (f" ({', '.join(how)})" if how else "")
+
+    @property
+    def refit_s(self) -> float:
+        """How long the refit with the fault has."""
+        return SILENT_REFIT_S if self.fault == "server silent" else REFIT_S
 
     @property
     def skipped(self) -> str:
         """Why it cannot be tried; empty if it can."""
         if self.fault == "out of staging memory" and STEPS.index(self.step) > STEPS.index("allocate"):
             return "nothing is allocated after the stage 'allocate'"
+        if self.fault == "server silent" and self.step not in ASKS:
+            return f"the service is asked nothing between the steps {', '.join(ASKS)}"
         if self.install == "stream" and self.step == "release":
             return "in stream mode the lease is released inside the install"
         return ""
@@ -95,11 +116,11 @@ class Outcome:
     skipped: str = ""
 
 
-def combinations(install: str = "shadow") -> Iterator[Combination]:
+def combinations(install: str = "shadow", transport: str = "memory") -> Iterator[Combination]:
     """The whole matrix."""
     for step in STEPS:
         for fault in FAULTS:
-            yield Combination(step, fault, install)
+            yield Combination(step, fault, install, transport)
 
 
 class Trial:
@@ -110,6 +131,8 @@ class Trial:
         self.number = number
         self.combination = combination
         self.port = _free_port()
+        self.network = Proxy(self.port)
+        # The service itself, for who looks at it; the processes of the trial go through the proxy.
         self.address = f"127.0.0.1:{self.port}"
         self.lives = 0
         self.children: dict[str, Child] = {}
@@ -120,18 +143,19 @@ class Trial:
     def start(self, name: str) -> Child:
         """Start (again) the process called ``name``."""
         self.lives += 1
+        through = f"127.0.0.1:{self.network.port}"
         if name == "server":
             target, arguments = "run_server", {"port": self.port}
         elif name in SLOTS:
             target = "run_trainer"
-            arguments = {"slot": name, "slots": SLOTS, "address": self.address, "transport": "memory"}
+            arguments = {"slot": name, "slots": SLOTS, "address": through, "transport": self.combination.transport}
         else:
             target = "run_receiver"
             arguments = {
                 "member": name,
                 "members": MEMBERS,
-                "address": self.address,
-                "transport": "memory",
+                "address": through,
+                "transport": self.combination.transport,
                 "install": self.combination.install,
             }
         child = self.supervisor.start(
@@ -195,6 +219,7 @@ class Trial:
             for child in self.children.values():
                 child.kill()
                 child.channel.close()
+            self.network.close()
         outcome.seconds = time.monotonic() - since
         return outcome
 
@@ -221,7 +246,9 @@ class Trial:
                 outcome.problems.append(f"refit to {step} on {name}: {answer['error']}: {answer['text']}")
 
     def _refit_with_fault(self, outcome: Outcome) -> None:
-        command: Message = {"do": "refit", "step": 1, "timeout_s": REFIT_S, "cold": True}
+        has_s = self.combination.refit_s
+        command: Message = {"do": "refit", "step": 1, "timeout_s": has_s, "cold": True}
+        since = time.monotonic()
         for name in MEMBERS:
             extra: Message = {"pause_at": self.combination.step} if name == VICTIM else {}
             self.children[name].channel.send({**command, **extra})
@@ -232,13 +259,14 @@ class Trial:
         self._strike()
         for name in MEMBERS:
             try:
-                answer = self.answer(name, 3 * REFIT_S)
+                answer = self.answer(name, max(since + has_s + GOODBYE_S - time.monotonic(), 0.1))
                 outcome.results[name] = str(answer["error"] or "ok")
             except (ChannelClosed, ConnectionError):
                 outcome.results[name] = "gone"
             except TimeoutError:
                 outcome.results[name] = "hung"
-                outcome.problems.append(f"{name} did not end its refit within {3 * REFIT_S:g} s")
+                outcome.problems.append(f"{name} did not end its refit of {has_s:g} s within {GOODBYE_S:g} s more")
+        self.network.resume()
 
     def _wait_for_pause(self) -> bool:
         deadline = time.monotonic() + REFIT_S
@@ -267,14 +295,16 @@ class Trial:
             self.start_all(["server"])
             return
         elif fault == "network stall":
-            stalled = [self.children[n].pid for n in ("server", "trainer-1")]
-            for pid in stalled:
-                os.kill(pid, signal.SIGSTOP)
+            trainer = self.children["trainer-1"].pid
+            self.network.stall()
+            os.kill(trainer, signal.SIGSTOP)
             victim.channel.send(go_on)
             time.sleep(STALL_S)
-            for pid in stalled:
-                os.kill(pid, signal.SIGCONT)
+            os.kill(trainer, signal.SIGCONT)
+            self.network.resume()
             return
+        elif fault == "server silent":
+            self.network.stall()
         elif fault in ("wrong bytes", "late digest"):
             self.ask("trainer-1", {"do": "spoil", "what": "data" if fault == "wrong bytes" else "digests"})
         elif fault == "slow rank":
@@ -327,7 +357,7 @@ class Trial:
 
     def _recover(self) -> None:
         """Start what died again, let members in doubt learn, and publish the next version."""
-        if self.combination.fault == "server killed":
+        if self.combination.fault in ("server killed", "server silent"):
             time.sleep(WORKER_TTL_S + 0.2)  # publishers and receivers find out that the new service does not know them
         again = [name for name in ("server", *SLOTS, *MEMBERS) if not self.alive(name)]
         self.start_all(again)
@@ -345,6 +375,7 @@ def _free_port() -> int:
 def run(chosen: Sequence[Combination], folder: Path, report: object = None) -> list[Outcome]:
     """Run combinations one after another."""
     environment = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    environment |= {"UCX_TLS": "tcp"}  # over shared memory a stopped process can be read
     modules = ("numpy", "grpc", "tests.faults.ranks", "reshard.transports.memory", "reshard.refit.attempt")
     outcomes: list[Outcome] = []
     with Supervisor(modules, folder, environment=environment) as supervisor:
@@ -360,10 +391,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--install", choices=("shadow", "stream"), default="shadow")
+    parser.add_argument("--transport", choices=("memory", "nixl"), default="memory")
+    parser.add_argument("--steps", nargs="*", default=STEPS, choices=STEPS)
     parser.add_argument("--only", nargs="*", default=[], metavar="STEP:FAULT")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args(arguments)
-    chosen = [c for c in combinations(options.install) if not options.only or f"{c.step}:{c.fault}" in options.only]
+    every = [c for c in combinations(options.install, options.transport) if c.step in options.steps]
+    chosen = [c for c in every if not options.only or f"{c.step}:{c.fault}" in options.only]
 
     def show(outcome: Outcome) -> None:
         if outcome.skipped:
@@ -386,6 +420,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "step": o.combination.step,
                 "fault": o.combination.fault,
                 "install": o.combination.install,
+                "transport": o.combination.transport,
                 "skipped": o.skipped,
                 "problems": o.problems,
                 "results": o.results,

@@ -10,6 +10,8 @@ pytest.importorskip("grpc", reason="the rendezvous service needs grpcio")
 
 from tests.faults.matrix import FAULTS, STEPS, Combination, combinations, run
 
+from reshard.transports.registry import probe
+
 EVERY_RUN = [
     Combination("read", "trainer killed"),
     Combination("vote", "receiver killed"),
@@ -21,7 +23,10 @@ EVERY_RUN = [
     Combination("allocate", "out of staging memory"),
     Combination("install", "SIGTERM"),
     Combination("vote", "trainer killed", "stream"),
+    Combination("vote", "server silent"),
 ]
+if not probe("nixl"):
+    EVERY_RUN.append(Combination("read", "network stall", transport="nixl"))
 
 
 def test_the_matrix_has_at_least_sixty_combinations_and_reasons_for_the_rest() -> None:
@@ -34,6 +39,15 @@ def test_the_matrix_has_at_least_sixty_combinations_and_reasons_for_the_rest() -
 @pytest.mark.timeout(120)
 def test_some_combinations(tmp_path: Path) -> None:
     problems = {str(o.combination): o.problems for o in run(EVERY_RUN, tmp_path) if o.problems}
+    assert problems == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(bool(probe("nixl")), reason=f"nixl does not work here: {probe('nixl')}")
+def test_every_fault_in_a_read_over_nixl(tmp_path: Path) -> None:
+    chosen = [c for c in combinations("shadow", "nixl") if c.step == "read"]
+    problems = {str(o.combination): o.problems for o in run(chosen, tmp_path) if o.problems}
     assert problems == {}
 
 
