@@ -6,6 +6,7 @@
    (``worker_engine_type``).
 3. Its ``init_transfer_engine`` joins the rendezvous, ``receive_weights`` is a whole refit (read, verify, agree,
    install), and ``start_weight_update`` and ``finish_weight_update`` do nothing: a failed refit leaves no update open.
+4. While the rank may not serve (quarantined, in doubt) its model raises instead of computing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.planner.errors import require
 from reshard.refit.engines.vllm_replies import read_all_replies
@@ -22,6 +23,7 @@ from reshard.refit.errors import RefitError
 
 if TYPE_CHECKING:
     import torch
+    from torch.utils.hooks import RemovableHandle
     from vllm.config import ParallelConfig, VllmConfig
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
@@ -197,6 +199,7 @@ def worker_engine_type() -> type[WeightTransferEngine[ReshardInitInfo, ReshardUp
             self._rendezvous: Rendezvous | None = None
             self._transport: Transport | None = None
             self._receiver: Receiver | None = None
+            self._closed: RemovableHandle | None = None
 
         def init_transfer_engine(self, init_info: ReshardInitInfo) -> None:
             """Connect to the rendezvous; a second call leaves the first one's connection."""
@@ -237,13 +240,27 @@ def worker_engine_type() -> type[WeightTransferEngine[ReshardInitInfo, ReshardUp
             receiver = self._receiver
             if receiver is None:
                 raise RefitError("update_weights before init_weight_transfer_engine")
-            if update_info.step is None:
-                receiver.refit("latest", timeout_s=update_info.timeout_s)
-            elif update_info.epoch is None:
-                receiver.refit(update_info.step, timeout_s=update_info.timeout_s)
-            else:
-                version = VersionKey(receiver.model, update_info.epoch, update_info.step)
-                receiver.refit(version, timeout_s=update_info.timeout_s)
+            wanted: VersionKey | int | Literal["latest"] = "latest"
+            if update_info.step is not None:
+                wanted = update_info.step
+                if update_info.epoch is not None:
+                    wanted = VersionKey(receiver.model, update_info.epoch, update_info.step)
+            try:
+                receiver.refit(wanted, timeout_s=update_info.timeout_s)
+            finally:
+                self._open_or_close(receiver)
+
+        def _open_or_close(self, receiver: Receiver) -> None:
+            """Have the model raise instead of computing until this rank may serve again."""
+            if receiver.state == "serving" and self._closed is not None:
+                self._closed.remove()
+                self._closed = None
+            if receiver.state in ("quarantined", "in_doubt") and self._closed is None:
+
+                def refuse(*_: object) -> None:
+                    receiver.check_serving()
+
+                self._closed = self.model.register_forward_pre_hook(refuse)
 
         def finish_weight_update(self) -> None:
             """Nothing: an update that this rank may not serve has raised in `receive_weights`.

@@ -28,15 +28,15 @@ class Sender:
     def __init__(self, arguments: dict[str, Any]) -> None:
         torch.set_num_threads(1)
         self.arguments = arguments
-        self.config = config_of(arguments["family"], **arguments.get("changes", {}))
         self.service = Rendezvous.connect(arguments["rendezvous"])
         self.wire = open_transport(arguments["transport"])
         self.publishers: dict[str, tuple[Publisher, int]] = {}
         self.engines: dict[str, Any] = {}
 
-    def version(self, number: int) -> Any:
+    def version(self, number: int, **changes: Any) -> Any:
         torch.manual_seed(23)
-        model = transformers.AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
+        config = config_of(self.arguments["family"], **(self.arguments.get("changes", {}) | changes))
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         if number:
             generator = torch.Generator().manual_seed(number)
             with torch.no_grad():
@@ -47,12 +47,12 @@ class Sender:
     def save(self, number: int, folder: str) -> None:
         self.version(number).save_pretrained(folder)
 
-    def publish(self, step: int, number: int, model: str) -> None:
+    def publish(self, step: int, number: int, model: str, changes: dict[str, Any] | None = None) -> None:
         if model not in self.publishers:
             made = Publisher(self.wire, self.service, model=model, slot="trainer", slots=["trainer"])
             self.publishers[model] = made, made.open_epoch(f"{model} of {self.arguments['store']}")
         publisher, epoch = self.publishers[model]
-        shown = self.version(number)
+        shown = self.version(number, **(changes or {}))
         tensors = CheckpointNames.of_model(shown).apply(local_tensors(shown))
         publisher.publish(epoch=epoch, step=step, tensors=tensors, timeout_s=60)
 

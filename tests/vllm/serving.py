@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.vllm.children import answer
-from tests.vllm.hooks import slow_down
-from tests.vllm.models import digests
+from tests.vllm.hooks import eplb_errors, slow_down
+from tests.vllm.models import digests, sabotage
 
 
 @dataclass
@@ -175,6 +175,9 @@ class Serving:
     def slow_down(self) -> None:
         self._run(self.llm.collective_rpc("apply_model", args=(slow_down,)))
 
+    def break_next_install(self) -> None:
+        self._run(self.llm.collective_rpc("apply_model", args=(sabotage,)))
+
     def weights(self) -> Any:
         return self._run(self.llm.collective_rpc("apply_model", args=(digests,)))
 
@@ -185,7 +188,7 @@ if __name__ == "__main__":
         *(serving.begin, serving.progress, serving.reached, serving.end, serving.say),
         *(serving.pause, serving.resume, serving.is_paused, serving.reset_prefix_cache),
         *(serving.init, serving.start, serving.update, serving.finish, serving.refit),
-        *(serving.draft, serving.weights, serving.slow_down),
+        *(serving.draft, serving.weights, serving.slow_down, serving.break_next_install, eplb_errors),
     )
     answer(sys.argv[1], {command.__name__: command for command in commands})
     serving.llm.shutdown()

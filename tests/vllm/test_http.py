@@ -1,12 +1,18 @@
-"""vLLM's HTTP server and its RLHF routes, driven by our trainer side and by plain requests."""
+"""vLLM's HTTP server and its RLHF routes, driven by our trainer side and by plain requests.
+
+The server has a draft model, which stays at version 0: it guesses tokens and must not change them.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from tests.vllm.children import Child, ChildError
+from tests.vllm.children import ROOT, Child, ChildError
 from tests.vllm.conftest import TRANSPORT, VLLM_ENV, Site
 from tests.vllm.server import HTTPFailure, Server
 
@@ -27,7 +33,7 @@ class Served:
     sender: Child
     server: Server
     tokens: dict[int, list[int]]
-    """Of each version, as an engine that was started from its checkpoint says."""
+    """Of each version; those of 0 by the server as it started from its checkpoint, those of 1 by an engine that did."""
 
 
 @pytest.fixture(scope="module")
@@ -41,17 +47,18 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             arguments = {"family": "qwen3_tied", "store": str(site.folder)}
             arguments |= {"rendezvous": site.rendezvous, "transport": TRANSPORT}
             (sender,) = site._start("tests.vllm.sender", [("sender", arguments)], {"OMP_NUM_THREADS": "1"})
-            folders = [site.folder / str(version) for version in range(3)]
+            folders = [site.folder / str(version) for version in range(2)]
             for version, folder in enumerate(folders):
                 sender.ask("save", number=version, folder=str(folder))
-            server = Server(folders[0], site.folder, VLLM_ENV | {"VLLM_SERVER_DEV_MODE": "1"}, OPTIONS)
-            started = [(f"started-{v}", {"checkpoint": str(folders[v]), "llm": LLM}) for v in (1, 2)]
-            engines = site._start("tests.vllm.serving", started, VLLM_ENV)
+            draft = {"method": "draft_model", "model": str(folders[0]), "num_speculative_tokens": 2}
+            options = (*OPTIONS, "--speculative-config", json.dumps(draft))
+            server = Server(folders[0], site.folder, VLLM_ENV | {"VLLM_SERVER_DEV_MODE": "1"}, options)
+            started = ("started", {"checkpoint": str(folders[1]), "llm": LLM})
+            (engine,) = site._start("tests.vllm.serving", [started], VLLM_ENV)
             server.wait(120)
-            said = [engine.ask("say", prompts=[PROMPT], n_tokens=N_TOKENS)[0] for engine in engines]
-            site.end(engines[0])
-            site.end(engines[1])
-            yield Served(site, sender, server, {0: server.say(PROMPT, N_TOKENS), 1: said[0], 2: said[1]})
+            (said,) = engine.ask("say", prompts=[PROMPT], n_tokens=N_TOKENS)
+            site.end(engine)
+            yield Served(site, sender, server, {0: server.say(PROMPT, N_TOKENS), 1: said})
         finally:
             if server is not None:
                 server.close()
@@ -61,13 +68,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def test_the_trainer_side_drives_the_routes(served: Served) -> None:
     """`WeightTransferTrainerFactory.trainer_init` and `send_weights` over vLLM's `HTTPVLLMWeightSyncClient`."""
-    assert len({str(t) for t in served.tokens.values()}) == 3
+    assert served.tokens[0] != served.tokens[1]
     served.sender.ask("connect", model="sent", urls=[served.server.url])
-    for number in (1, 2):
+    for step, number in enumerate((1, 0), start=1):
         served.server.post("pause", mode="keep")
         assert served.server.get("is_paused") == {"is_paused": True}
         served.sender.ask("send", model="sent", number=number)
-        assert served.server.get("weight_info") == {"weight_version": f"0:{number}"}
+        assert served.server.get("weight_info") == {"weight_version": f"0:{step}"}
         served.server.post("resume")
         assert served.server.say(PROMPT, N_TOKENS) == served.tokens[number]
     served.sender.ask("disconnect", model="sent")
@@ -76,7 +83,7 @@ def test_the_trainer_side_drives_the_routes(served: Served) -> None:
 def test_plain_requests_drive_the_routes(served: Served) -> None:
     server = served.server
     server.post("init_weight_transfer_engine", {"init_info": served.site.info()})
-    for step, number in enumerate((1, 2), start=1):
+    for step, number in enumerate((1, 0), start=1):
         served.sender.ask("publish", step=step, number=number, model="policy")
         server.post("pause", mode="abort")
         server.post("start_weight_update")
@@ -90,12 +97,30 @@ def test_plain_requests_drive_the_routes(served: Served) -> None:
     with pytest.raises(HTTPFailure, match="update_weights before init_weight_transfer_engine") as told:
         server.post("update_weights", {"update_info": {}})
     assert told.value.status == 500
-    assert server.say(PROMPT, N_TOKENS) == served.tokens[2]
+    assert server.say(PROMPT, N_TOKENS) == served.tokens[0]
+
+
+def test_the_documented_commands(served: Served) -> None:
+    """docs/vllm.md's lines for a shell, run as they are but for addresses."""
+    (documented,) = re.findall(r"```sh\n(post\(\).*?)```", (ROOT / "docs" / "vllm.md").read_text(), re.DOTALL)
+    shown = {"http://engine:8000": served.server.url, "trainer-host:7070": served.site.rendezvous}
+    shown['"policy"'] = '"shown"'
+    for step, number in ((12, 1), (13, 0)):
+        served.sender.ask("publish", step=step, number=number, model="shown")
+        commands = documented.replace("12", str(step))
+        for name, value in shown.items():
+            assert name in commands
+            commands = commands.replace(name, value)
+        run = ["bash", "-e", "-c", commands]
+        done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert served.server.get("weight_info") == {"weight_version": f"step {step}"}
+        assert served.server.say(PROMPT, N_TOKENS) == served.tokens[number]
 
 
 WRONG_UPDATES = {
     "a step that nobody published": ({"step": 77, "timeout_s": 2.0}, "step 77"),
-    "another key": ({"stepp": 1}, "unexpected keyword argument 'stepp'"),
+    "a part of a version": ({"only": ["model.layers.0.*"]}, "unexpected keyword argument 'only'"),
     "an epoch alone": ({"epoch": 1}, "epoch=1 without a step"),
 }
 
@@ -114,6 +139,13 @@ def test_a_wrong_update_is_an_http_error_and_the_server_goes_on(served: Served) 
             server.post("update_weights", {"update_info": update})
         assert told.value.status == 500, what
         assert server.say(PROMPT, N_TOKENS) == before, what
+    served.sender.ask("publish", step=1, number=1, model="short", changes={"num_hidden_layers": 1})
+    server.post("init_weight_transfer_engine", {"init_info": served.site.info(model="short")})
+    server.post("start_weight_update")
+    with pytest.raises(HTTPFailure, match="under the floor"):
+        server.post("update_weights", {"update_info": {"timeout_s": 20.0}})
+    assert server.say(PROMPT, N_TOKENS) == before
+    server.post("init_weight_transfer_engine", {"init_info": served.site.info(model="other")})
     server.post("start_weight_update")
     server.post("update_weights", {"update_info": {"timeout_s": 60.0}})
     server.post("finish_weight_update")
@@ -122,12 +154,12 @@ def test_a_wrong_update_is_an_http_error_and_the_server_goes_on(served: Served) 
 
 
 def test_an_error_reaches_the_trainer(served: Served) -> None:
-    """A model of another shape is refused, through the client, with vLLM's status."""
+    """What the engine refuses makes `trainer_init` raise, with vLLM's status."""
     with pytest.raises(ChildError, match="500 Server Error"):
         served.sender.ask("connect", model="sent", urls=[served.server.url], options={"verify": "perhaps"})
     served.server.get("health")
 
 
-def test_a_draft_model_is_refused(served: Served) -> None:
+def test_an_update_of_the_draft_model_is_refused(served: Served) -> None:
     with pytest.raises(HTTPFailure, match="does not support draft model weight updates"):
         served.server.post("start_draft_weight_update")
