@@ -12,6 +12,7 @@ The optimizer may go on as soon as `publish` returns.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -141,6 +142,7 @@ class Publisher:
         self._signature = b""
         self._buffers: list[PublishBuffer] = []
         self._newest: PublishBuffer | None = None
+        self._busy = threading.Lock()
 
     def open_epoch(self, run_id: str, *, timeout_s: float = 30.0) -> int:
         """A new epoch for this run; the same for every publisher that gives the same ``run_id``."""
@@ -190,7 +192,22 @@ class Publisher:
         """
         self._offering.require_open()
         deadline = Deadline(timeout_s, f"publishing {self.model!r} ({epoch}, {step}) from slot {self.slot!r}")
-        version = VersionKey(self.model, epoch, step)
+        if not self._busy.acquire(blocking=False):
+            raise PublishError(f"slot {self.slot!r}: a version is being published in another thread")
+        try:
+            return self._publish(VersionKey(self.model, epoch, step), tensors, empty, layout_epoch, cuts, deadline)
+        finally:
+            self._busy.release()
+
+    def _publish(
+        self,
+        version: VersionKey,
+        tensors: Iterable[LocalTensor],
+        empty: bool,
+        layout_epoch: int,
+        cuts: Cuts | None,
+        deadline: Deadline,
+    ) -> Published:
         given = list(tensors)
         if empty != (not any(t.n_elems for t in given)):
             raise PublishError(
@@ -232,7 +249,7 @@ class Publisher:
             root, roots = root_of(digests), layout.roots(digests)
             roots |= alias_roots(layout.part, layout.grid, digests, self._aliases, slot=self.slot)
         lap("digest")
-        buffer.seqlock.commit(epoch, step)
+        buffer.seqlock.commit(version.epoch, version.step)
         buffer.version = version
         self._offering.offer(
             version,

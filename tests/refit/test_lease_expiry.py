@@ -16,7 +16,7 @@ from tests.refit.test_in_doubt import Flaky
 from reshard.refit.adapters.numpy_arrays import local_tensors
 from reshard.refit.deadline import Deadline
 from reshard.refit.engines.arrays import ArrayEngine
-from reshard.refit.errors import RefitError, TornReadError, VerificationError
+from reshard.refit.errors import FenceTimeoutError, RefitError, TornReadError, VerificationError
 from reshard.refit.lease import LeaseKeeper
 from reshard.refit.publisher import Publisher
 from reshard.rendezvous.errors import RendezvousError, RendezvousUnavailableError
@@ -171,3 +171,25 @@ def test_a_silent_service_takes_no_more_time_than_there_is() -> None:
     keeper.release(deadline.left_s)
     assert len(service.given) == 2
     assert sum(service.given) < 0.3 + 0.5 + 0.01
+
+
+def test_a_lease_is_renewed_while_a_long_read_goes_on() -> None:
+    """It lives for several times its TTL, so that the publisher's fence still waits for it."""
+    cluster, wire, engine, flaky = held_reader()
+    with cluster:
+        flaky.before.clear()
+        publish(cluster, 0)
+        gate = wire.hold("trainer-0")
+        results: list[object] = []
+        thread = threading.Thread(target=lambda: results.extend(cluster.refit(0, timeout_s=10.0)))
+        thread.start()
+        while not wire.n_held:
+            threading.Event().wait(0.01)
+        threading.Event().wait(3 * TTL_S)
+        assert cluster.leftovers(), "the lease must outlive its first TTL"
+        with pytest.raises(FenceTimeoutError):
+            cluster.publishers[0].publish(epoch=0, step=1, tensors=local_tensors(tensors(1)), timeout_s=0.2)
+        gate.set()
+        thread.join(TIMEOUT_S)
+        assert not isinstance(results[0], BaseException)
+        assert np.array_equal(engine["w"], tensors(0)["w"])

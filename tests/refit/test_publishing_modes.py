@@ -236,3 +236,27 @@ def test_what_is_no_longer_as_published_is_refused_with_why() -> None:
             engine.keeps_load_layout = False  # type: ignore[attr-defined]
             with pytest.raises(PublishError, match="kernel layouts"):
                 serve.publish(timeout_s=TIMEOUT_S)
+
+
+def test_of_two_buffers_one_is_read_while_the_other_is_written() -> None:
+    with tp_cluster() as cluster:
+        cluster.publish(0, weights(0))
+        worker = cluster.receivers[0].worker()
+        manifest = cluster.rendezvous.await_version(
+            "m", group="others", members=["x"], member="x", worker=worker, want=0, timeout_s=5.0
+        )
+        buffers = [p._newest for p in cluster.publishers]
+        before = [b.data.copy() for b in buffers if b is not None]  # type: ignore[union-attr]
+        for i, p in enumerate(cluster.publishers):
+            p.publish(epoch=0, step=1, tensors=shards_of(weights(1), i, 2), timeout_s=5.0)
+        assert all(np.array_equal(b.data, old) for b, old in zip(buffers, before, strict=True))  # type: ignore[union-attr]
+        with pytest.raises(FenceTimeoutError):
+            cluster.publishers[0].publish(epoch=0, step=2, tensors=shards_of(weights(2), 0, 2), timeout_s=0.3)
+        cluster.rendezvous.release_lease(manifest.lease)
+
+
+def test_a_second_thread_is_refused_while_one_publishes() -> None:
+    with tp_cluster() as cluster:
+        publisher = cluster.publishers[0]
+        with publisher._busy, pytest.raises(PublishError, match="is being published in another thread"):
+            publisher.publish(epoch=0, step=0, tensors=shards_of(weights(0), 0, 2), timeout_s=1.0)
