@@ -227,3 +227,27 @@ def test_retry_policy_counts_and_shares_the_time() -> None:
     assert len(tries) == 2
     with pytest.raises(ValueError, match="attempts >= 1"):
         RetryPolicy(0)
+
+
+@pytest.mark.parametrize("stage", ["allocate", "read", "verify"])
+def test_a_lost_holder_is_left_with_nothing_behind(stage: str) -> None:
+    """Wherever it was noticed: no connection to it is kept for the next refit to trip over."""
+    engine = ArrayEngine({name: np.zeros_like(w) for name, w in weights(0).items()})
+    with Cluster(2, engines=[engine], receiver_settings={"retry": RetryPolicy(1)}) as cluster:
+        cluster.publish(0, weights(0))
+        cluster.refit_ok(0)
+        cluster.publish(1, weights(1))
+        lost = PeerError("gone", peer="trainer-1", failures={"trainer-1": "failed: gone"})
+
+        def fail() -> None:
+            raise lost
+
+        cluster.receivers[0]._on_stage = at_stage(stage, fail)
+        (result,) = cluster.refit(1)
+        if isinstance(result, BaseException):
+            assert isinstance(result, HolderLostError)
+            assert cluster.receivers[0].reader.links.names() == ("trainer-0",)
+        assert not cluster.leftovers()
+        cluster.receivers[0]._on_stage = None
+        cluster.refit_ok(1)
+        assert np.array_equal(engine["q"], weights(1)["q"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.refit.cluster import TIMEOUT_S, Cluster, holds, tp_cluster, weights
 
-from reshard.refit.errors import InDoubtError, QuarantinedError
+from reshard.refit.errors import InDoubtError, QuarantinedError, RefitTimeoutError
 from reshard.rendezvous.errors import RendezvousUnavailableError
 from reshard.rendezvous.types import Decision, Facts
 
@@ -169,3 +169,11 @@ def test_an_outage_before_the_vote_is_an_error_and_leaves_nothing(call: str) -> 
         assert not cluster.leftovers()
         cluster.refit_ok(1)
         assert np.all([holds(cluster.engines[r], weights(1), r) for r in range(2)])  # type: ignore[arg-type]
+
+
+def test_resolving_waits_no_longer_than_it_may_for_another_threads_refit() -> None:
+    with tp_cluster() as cluster:
+        receiver = cluster.receivers[0]
+        with receiver._busy, pytest.raises(RefitTimeoutError, match=r"another thread was still under way after 0\.2 s"):
+            receiver.resolve(timeout_s=0.2)
+        assert receiver.resolve(timeout_s=1.0) == "empty"

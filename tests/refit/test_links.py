@@ -18,6 +18,7 @@ from reshard.refit.receiver import Receiver
 from reshard.refit.retry import RetryPolicy, policy_of
 from reshard.refit.settings import RetrySettings
 from reshard.refit.settings import retry as retry_of_environment
+from reshard.rendezvous import Rendezvous
 from reshard.rendezvous.types import SlotRecord
 from reshard.transports.errors import PeerError, TransferTimeoutError
 
@@ -223,3 +224,19 @@ def test_a_receiver_takes_the_policy_that_the_service_suggests() -> None:
         assert receiver.retry == RetryPolicy(5, 0.25) == receiver.reader.links.retry
         assert given.retry == RetryPolicy(9) == given.reader.links.retry
         given.close()
+
+
+def test_the_suggestion_travels_from_a_real_service() -> None:
+    pytest.importorskip("grpc", reason="the rendezvous service needs grpcio")
+    from reshard.rendezvous.retries import RetryHint
+    from reshard.rendezvous.service import serve
+
+    hint = RetryHint(attempts=4, backoff_s=0.125, factor=1.5, max_backoff_s=1.0, deadline_s=20.0)
+    with serve(listen="127.0.0.1:0", retry_hint=hint) as server, tp_cluster() as cluster:
+        client = Rendezvous.connect(server.address)
+        receiver = cluster.receiver(0)
+        receiver.rendezvous = client
+        receiver.worker()
+        assert receiver.retry == RetryPolicy(4, 0.125, 1.5, 1.0, 20.0) == receiver.reader.links.retry
+        receiver.close()
+        client.close()

@@ -56,3 +56,15 @@ def test_opentelemetry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_observed_before_it_is_enabled() -> None:
     assert metrics._OBSERVERS == []
+
+
+def test_an_observer_that_fails_does_not_fail_the_refit(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(record: object) -> None:
+        raise ConnectionError("no collector")
+
+    metrics._OBSERVERS.append(fail)
+    with tp_cluster() as cluster:
+        cluster.publish(0, weights(0))
+        cluster.refit_ok(0)
+        assert all(r.check_serving().step == 0 for r in cluster.receivers)
+    assert "an observer of refits failed on REFIT_STAGES" in caplog.text
