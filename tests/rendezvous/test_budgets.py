@@ -6,6 +6,7 @@ import json
 import logging
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from benchmarks.rendezvous import encode, megatron_sources, shuffled
 from benchmarks.workloads import shard_table
 from tests.rendezvous.support import MODEL, make_part, make_record, receiver, trainer, wait
 
+from reshard.proto.v1 import rendezvous_pb2 as pb
 from reshard.rendezvous.client import Rendezvous, Worker
 from reshard.rendezvous.remote import RemoteBackend
 from reshard.rendezvous.service import serve
@@ -86,3 +88,25 @@ def test_a_warm_step_is_four_small_calls(caplog: pytest.LogCaptureFixture, monke
     assert spent / len(MEMBERS) <= 1024 + 128 * N_SLOTS
     assert len(grants) == len(MEMBERS)
     assert not any(grant.HasField("bases") for grant in grants), "known bases are not sent again"
+
+
+def test_names_and_geometry_that_are_known_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    came: list[list[int]] = []
+    fetch = RemoteBackend._fetch
+
+    async def noting(backend: RemoteBackend, *rest: Any) -> Any:
+        contents = await fetch(backend, *rest)
+        came.append([kind for kind, _, _ in contents])
+        return contents
+
+    monkeypatch.setattr(RemoteBackend, "_fetch", noting)
+    one = make_part("t0", names=("w", "v"))
+    other = replace(one, offset_bytes=one.offset_bytes[::-1].copy())
+    assert one.tensors.digest == other.tensors.digest
+    assert one.digest != other.digest
+    with serve() as server, Rendezvous.connect(server.address) as trainers, Rendezvous.connect(server.address) as rdv:
+        for part in (one, other, one):
+            digest = trainers.put_table(part)
+            assert rdv.get_tables([digest])[digest].digest == part.digest
+    tensors, geometries, rows = pb.CONTENT_KIND_TENSORS, pb.CONTENT_KIND_GEOMETRIES, pb.CONTENT_KIND_PART
+    assert came == [[tensors, geometries, rows], [rows]], "and the third time nothing is asked for"
