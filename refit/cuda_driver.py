@@ -1,4 +1,4 @@
-"""The few calls of the CUDA driver that torch does not offer: flushing GPUDirect writes, and whether memory is mapped.
+"""What torch does not offer of the CUDA driver: flushing GPUDirect writes.
 
 A peer's network card writes past the processor into a GPU's memory. That its completion was seen on the host does not
 always mean that kernels on the GPU see the bytes: where the GPU's ordering attribute does not promise it,
@@ -23,8 +23,6 @@ _FLUSH_OPTIONS, _WRITES_ORDERING = 117, 118
 _OPTION_HOST = 1
 _ORDERED_FOR_OWNER = 100
 _TARGET_CURRENT_CONTEXT, _SCOPE_OWNER = 0, 100
-_POINTER_MAPPED = 13
-"""CU_POINTER_ATTRIBUTE_MAPPED."""
 
 
 class DriverLibrary(Protocol):
@@ -40,10 +38,6 @@ class DriverLibrary(Protocol):
 
     def cuFlushGPUDirectRDMAWrites(self, target: int, scope: int) -> int:  # noqa: N802
         """Block until remote writes are visible to ``scope``."""
-        ...
-
-    def cuPointerGetAttribute(self, data: object, attribute: int, pointer: object) -> int:  # noqa: N802
-        """One attribute of an address."""
         ...
 
 
@@ -100,12 +94,6 @@ class CudaDriver:
         if self.can_flush and not self.ordered:
             result = self._library.cuFlushGPUDirectRDMAWrites(_TARGET_CURRENT_CONTEXT, _SCOPE_OWNER)
             self._check(result, "cuFlushGPUDirectRDMAWrites")
-
-    def is_mapped(self, address: int) -> bool:
-        """Whether an address belongs to memory that is there now; a sleeping engine's weights are not."""
-        mapped = ctypes.c_int(0)
-        result = self._library.cuPointerGetAttribute(ctypes.byref(mapped), _POINTER_MAPPED, ctypes.c_uint64(address))
-        return result == 0 and bool(mapped.value)
 
     def _attribute(self, device: ctypes.c_int, attribute: int) -> int:
         value = ctypes.c_int(0)

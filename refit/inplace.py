@@ -13,7 +13,6 @@ Nothing sees a change before it happens.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -22,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.planner import Holder, Shard, ShardPart
+from reshard.refit import settings
 from reshard.refit.aliases import alias_roots
 from reshard.refit.cells import CellGrid
 from reshard.refit.deadline import Deadline
@@ -256,10 +256,10 @@ def _home(tensor: LocalTensor) -> tuple[int, int, int, object]:
     if is_torch(data):
         device, contiguous = data.device.type, data.is_contiguous()  # type: ignore[union-attr]
         if device != "cpu":
-            if "expandable_segments:true" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "").lower():
+            if variable := settings.expandable_segments():
                 raise PublishError(
                     f"tensor {tensor.name!r} is in an expandable CUDA segment, which cannot be registered; unset "
-                    "expandable_segments in PYTORCH_CUDA_ALLOC_CONF, or publish by copy"
+                    f"expandable_segments in {variable}, or publish by copy"
                 )
             raise PublishError(f"tensor {tensor.name!r} is on {device}; publish device memory by copy")
         if not contiguous:

@@ -27,6 +27,7 @@ __all__ = [
     "RetrySettings",
     "coverage_floor",
     "debug_sentinel",
+    "expandable_segments",
     "max_gbps",
     "min_gbps",
     "require_full_coverage",
@@ -147,3 +148,13 @@ def _number(name: str, least: float) -> float | None:
     if not math.isfinite(value) or value < least:
         raise ValueError(f"{name}={text!r}: expected a finite number of at least {least:g}")
     return value
+
+
+def expandable_segments() -> str:
+    """The variable by which torch was told to use expandable CUDA segments, which cannot be registered; else empty."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        for option in os.environ.get(name, "").split(","):
+            key, _, value = option.partition(":")
+            if key.strip().lower() == "expandable_segments" and value.strip().lower() in _TRUE:
+                return name
+    return ""

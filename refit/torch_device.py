@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from reshard.planner.dtypes import BY_CODE
 from reshard.planner.errors import require
+from reshard.refit import settings
 from reshard.refit.checks import STAGING, Check
 from reshard.refit.cuda_driver import CudaDriver
 from reshard.refit.digests_torch import digest_cells
@@ -131,7 +132,7 @@ class TorchDevice:
     Raises
     ------
     RefitError
-        A device that is neither.
+        A device that is neither, or memory that cannot be registered.
     """
 
     def __init__(self, device: str, *, runtime: Runtime | None = None) -> None:
@@ -145,6 +146,11 @@ class TorchDevice:
         self.number = 0
         self.in_bulk = True
         if self._device.type == "cuda":
+            if variable := settings.expandable_segments():
+                raise RefitError(
+                    f"device {device!r}: memory in expandable CUDA segments cannot be registered; unset "
+                    f"expandable_segments in {variable}"
+                )
             self.memory = "vram"
             self.number = self._device.index if ":" in device else torch.cuda.current_device()
             self._device = torch.device("cuda", self.number)

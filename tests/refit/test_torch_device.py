@@ -26,6 +26,7 @@ from reshard.refit.errors import RefitError, VerificationError
 from reshard.refit.receiver import Receiver
 from reshard.refit.sentinel import fill_sentinel, require_delivered
 from reshard.refit.serving import ServeOn
+from reshard.refit.settings import expandable_segments
 from reshard.refit.torch_device import TorchDevice
 from reshard.refit.torch_views import Strided, copy_runs, elements_of, put_elements
 from reshard.transports import open_transport, registry
@@ -322,11 +323,6 @@ class FakeDriver:
         self.flushed.append((target, scope))
         return self.flush_result
 
-    def cuPointerGetAttribute(self, data, attribute, pointer):
-        assert attribute == 13
-        data._obj.value = int(pointer.value == 0x7000)
-        return 0 if pointer.value else 1
-
 
 def test_the_driver_flushes_where_the_gpu_does_not_order_writes() -> None:
     library = FakeDriver(options=1, ordering=0)
@@ -350,8 +346,11 @@ def test_a_flush_that_fails_is_an_error() -> None:
         CudaDriver(1, FakeDriver(options=1, ordering=0, flush_result=700)).flush()
 
 
-def test_unmapped_memory_is_seen() -> None:
-    driver = CudaDriver(0, FakeDriver(options=1, ordering=100))
-    assert driver.is_mapped(0x7000)
-    assert not driver.is_mapped(0x9000)
-    assert not driver.is_mapped(0)
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_expandable_segments_are_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:128, expandable_segments:True")
+    with pytest.raises(RefitError, match=f"unset expandable_segments in {name}"):
+        TorchDevice("cuda:0")
+    TorchDevice("cpu")
+    monkeypatch.setenv(name, "expandable_segments:False")
+    assert expandable_segments() == ""
