@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -173,7 +174,8 @@ def _dtensor_boxes(name: str, tensor: DTensor, copies_over: Sequence[str]) -> li
     boxes = held_boxes(shape, splits)
     local = tensor.to_local().detach()
     expected = _local_shape(shape, splits)
-    if tuple(local.shape) != expected:
+    # An empty local tensor holds nothing, whatever its shape: FSDP2 over an empty tensor-parallel shard has (0, 0).
+    if tuple(local.shape) != expected and (local.numel() or math.prod(expected)):
         raise TableError(
             f"tensor {name!r}: mesh coordinate {tuple(coordinate)}, placements {tensor.placements}: got a local tensor "
             f"of shape {tuple(local.shape)}, expected {expected}"

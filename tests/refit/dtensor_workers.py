@@ -42,7 +42,7 @@ def run_rank(channel: Channel, *, rank: int, world: int, store: str, meshes: lis
                     check(parameter, full.detach(), members, copies_over)
                     n_checked += 1
             refuses_partial(mesh)
-            if mesh.ndim == 1 and mesh.get_coordinate() is not None:
+            if mesh.get_coordinate() is not None:
                 whole_module(mesh)
         channel.send({"answer": {"n_checked": n_checked}})
     finally:
@@ -89,11 +89,10 @@ def modules(mesh: DeviceMesh) -> Iterator[tuple[nn.Module, nn.Module, tuple[str,
     hybrid = Layer(2)
     fully_shard(hybrid, mesh=mesh)
     yield hybrid, Layer(2), ()
-    if 10 % mesh.size(1) == 0:
-        both = Layer(3)
-        parallelize_module(both, mesh["inner"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        fully_shard(both, mesh=mesh["outer"])
-        yield both, Layer(3), ("inner",)
+    both = Layer(3)
+    parallelize_module(both, mesh["inner"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(both, mesh=mesh["outer"])
+    yield both, Layer(3), ("inner",)
 
 
 def check(
@@ -113,8 +112,8 @@ def check(
     described = [(box.start, box.stop, box.replica_group, torch.as_tensor(box.data).clone()) for box in held]
     everybody: list[Any] = [None] * dist.get_world_size(members)
     dist.all_gather_object(everybody, described, group=members)
-    if not any(isinstance(placement, _StridedShard) for placement in tensor.placements):
-        assert torch.equal(tensor.full_tensor(), full)  # torch 2.13 cannot gather every uneven strided split itself
+    if gathers(tensor):
+        assert torch.equal(tensor.full_tensor(), full)
     replicas = len(everybody) // mesh.size()
     for size, placement in zip(mesh.shape, tensor.placements, strict=True):
         replicas *= size if isinstance(placement, Replicate) else 1
@@ -131,6 +130,29 @@ def check(
     assert torch.equal(pasted, full), (tensor.placements, pasted, full)
     assert bool((counts == replicas).all()), (tensor.placements, counts)
     assert all(len(of_box) == 1 for of_box in claims.values()), claims
+
+
+def gathers(tensor: DTensor) -> bool:
+    """Whether torch 2.13 can gather it: not strided splits that are uneven, nor one over ranks that hold nothing."""
+    inner = tensor.placements[-1]
+    if tensor.device_mesh.ndim == 2 and isinstance(inner, Shard) and tensor.placements[0] != Replicate():
+        size, ranks = tensor.shape[inner.dim], tensor.device_mesh.size(1)
+        if -(-size // -(-size // ranks)) < ranks:
+            return False
+    strided = {placement.dim: placement.split_factor for placement in tensor.placements if is_strided(placement)}
+    for dim, factor in strided.items():
+        ranks = [
+            tensor.device_mesh.size(mesh_dim)
+            for mesh_dim, placement in enumerate(tensor.placements)
+            if not isinstance(placement, Replicate) and placement.dim == dim
+        ]
+        if tensor.shape[dim] % math.prod([factor, *ranks]):
+            return False
+    return True
+
+
+def is_strided(placement: Placement) -> bool:
+    return isinstance(placement, _StridedShard)
 
 
 def refuses_partial(mesh: DeviceMesh) -> None:
@@ -161,7 +183,7 @@ class Mixed(nn.Module):
 
 
 def whole_module(mesh: DeviceMesh) -> None:
-    """After a forward pass FSDP2 may hold gathered parameters; the adapter publishes the sharded ones all the same."""
+    """After a forward pass FSDP2 or HSDP may hold gathered parameters; the adapter publishes the sharded ones."""
     module = Mixed()
     whole = {name: value.clone() for name, value in module.state_dict().items()}
     for part in (module.second, module):
@@ -169,10 +191,13 @@ def whole_module(mesh: DeviceMesh) -> None:
     with torch.no_grad():
         module(torch.ones(1, 6))
     assert not any(isinstance(parameter, DTensor) for parameter in module.parameters()), "nothing is gathered: no test"
-    ranks = mesh.mesh.tolist()
+    ranks = mesh.mesh.flatten().tolist()
     held = local_tensors(module, plain_ranks=ranks)
     assert tied_names(module) == {"tied.weight": "first.weight"}
-    rank, size = mesh.get_local_rank(), mesh.size()
+    inner = mesh.ndim - 1
+    rank, size = mesh.get_local_rank(inner), mesh.size(inner)
+    coordinate = mesh.get_coordinate()
+    copies = mesh.mesh[:, coordinate[1]].tolist() if mesh.ndim == 2 else [dist.get_rank()]
     chunk = -(-6 // size)
     rows = (min(rank * chunk, 6), min((rank + 1) * chunk, 6))
     expected = {"seen": ((), ())}
@@ -183,4 +208,5 @@ def whole_module(mesh: DeviceMesh) -> None:
         where = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
         assert torch.equal(torch.as_tensor(box.data), whole[box.name][where]), box.name
         assert box.dtype == str(whole[box.name].dtype).removeprefix("torch.")
-        assert (box.replica_group == replica_claim(ranks)) == (box.name == "seen" and size > 1)
+        holders = ranks if box.name == "seen" else copies
+        assert box.replica_group == (replica_claim(holders) if len(holders) > 1 else -1), box.name

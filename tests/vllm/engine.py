@@ -81,8 +81,11 @@ class Engine:
 
         self.llm.reset_prefix_cache()
         sampling = SamplingParams(temperature=0.0, max_tokens=N_NEW_TOKENS, ignore_eos=True, detokenize=False)
-        prompts = [{"prompt_token_ids": list(p)} for p in PROMPTS]
-        return [list(o.outputs[0].token_ids) for o in self.llm.generate(prompts, sampling, use_tqdm=False)]
+        said = []
+        for prompt in PROMPTS:  # one by one: how vLLM batches several is a matter of time, and bfloat16 can tell
+            (output,) = self.llm.generate({"prompt_token_ids": list(prompt)}, sampling, use_tqdm=False)
+            said.append(list(output.outputs[0].token_ids))
+        return said
 
 
 class LocalClient:
