@@ -217,13 +217,6 @@ class CommonTransport(Holding):
                 with self._lock:
                     poisoned, healthy = list(self._poisoned), list(self._active)
                     in_post = [t for t in (*poisoned, *healthy) if t.posting]
-                    if poisoned and scope == "peer" and not any(t.posting for t in poisoned):
-                        for peer in {t.prepared.peer for t in poisoned}:
-                            if peer.native is not None:
-                                self._abort(peer.native)
-                                peer.native = None
-                        self._clear(poisoned)
-                        return
                     if poisoned and scope == "agent" and not healthy and not in_post and not self._n_native:
                         try:
                             self._tear_down()
@@ -232,6 +225,13 @@ class CommonTransport(Holding):
                         else:
                             self._clear(poisoned)
                             return
+                if poisoned and scope == "peer" and self._aborting.acquire(blocking=False):
+                    try:
+                        refused = self._abort_peers(poisoned)
+                    finally:
+                        self._aborting.release()
+                    if refused is None:
+                        continue
                 if time.monotonic() >= deadline:
                     names = ", ".join(sorted({t.prepared.peer.name for t in poisoned}))
                     waits_for = ", ".join(sorted({t.prepared.peer.name for t in healthy})) or "a native call"
@@ -247,6 +247,29 @@ class CommonTransport(Holding):
                 self._n_rebuilding -= scope == "agent"
                 self._moved.notify_all()
 
+    def _abort_peers(self, poisoned: Sequence[ListTransfer]) -> TransportError | None:
+        """Abort the peers of what is poisoned; return why one of them does not end yet.
+
+        Without the lock: others read from healthy peers meanwhile.
+        """
+        refused: TransportError | None = None
+        for peer in {transfer.prepared.peer for transfer in poisoned}:
+            theirs = [transfer for transfer in poisoned if transfer.prepared.peer is peer]
+            if any(transfer.posting for transfer in theirs):
+                refused = TransferTimeoutError(
+                    f"a thread is inside a native call for peer {peer.name!r}", peer=peer.name
+                )
+                continue
+            try:
+                if peer.native is not None:
+                    self._abort(peer.native)
+            except TransportError as error:
+                refused = error
+                continue
+            peer.native = None
+            self._clear(theirs)
+        return refused
+
     def _tear_down(self) -> None:
         for peer in self._peers.values():
             for prepared in peer.lists:
@@ -259,6 +282,7 @@ class CommonTransport(Holding):
 
     def _clear(self, transfers: Sequence[ListTransfer]) -> None:
         """Lift the quarantine of transfers that can write no more."""
+        natives: list[object] = []
         with self._moved:
             for transfer in transfers:
                 if transfer not in self._poisoned:
@@ -270,9 +294,11 @@ class CommonTransport(Holding):
                 self._free_if_idle(prepared)
                 still = any(other.prepared.peer is peer for other in (*self._poisoned, *self._active))
                 if peer.closed and not still and peer.native is not None:
-                    native, peer.native = peer.native, None
-                    self._hang_up(native)
+                    natives.append(peer.native)
+                    peer.native = None
             self._moved.notify_all()
+        for native in natives:
+            self._hang_up(native)
 
     # --- the end ----------------------------------------------------------------------------------------
 

@@ -125,10 +125,12 @@ class Holding(Hooks):
         except struct.error as error:
             raise EndpointError(f"peer {peer.name!r}: endpoint payload: {error}", peer=peer.name) from error
         with self._lock:
-            if peer.closed:  # by another thread, while there was nothing yet to disconnect
-                self._hang_up(native)
-                raise PeerError(f"peer {peer.name!r} was closed while it was connected", peer=peer.name)
-            peer.native, peer.epoch = native, epoch
+            closed = peer.closed  # by another thread, while there was nothing yet to disconnect
+            if not closed:
+                peer.native, peer.epoch = native, epoch
+        if closed:
+            self._hang_up(native)
+            raise PeerError(f"peer {peer.name!r} was closed while it was connected", peer=peer.name)
 
     def close_peer(self, peer: ConnectedPeer) -> None:
         """Disconnect; called by `ConnectedPeer.close`."""
@@ -154,8 +156,9 @@ class Holding(Hooks):
             if any(transfer.prepared.peer is peer for transfer in self._poisoned):
                 return  # `_clear` hangs up
             native, peer.native = peer.native, None
-            if native is not None and peer.epoch == self._epoch:
-                self._hang_up(native)
+            stale = native is None or peer.epoch != self._epoch
+        if not stale:  # without the lock: it may take its time, and others read meanwhile
+            self._hang_up(native)
 
     # --- lists ------------------------------------------------------------------------------------------
 

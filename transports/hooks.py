@@ -47,6 +47,7 @@ class Hooks(ABC):
         self._driver = Driver(f"reshard-{self.name}", workers)
         self._epoch = 0
         self._n_rebuilding = 0
+        self._aborting = threading.Lock()
         self._n_native = 0
         self._n_releasing = 0
         self._n_waiting = 0
@@ -95,7 +96,11 @@ class Hooks(ABC):
         return True
 
     def _abort(self, native: object) -> None:
-        """Tear down a connection so that nothing it began can write (abort scope ``peer``)."""
+        """Tear down a connection so that nothing it began can write (abort scope ``peer``).
+
+        Called without the lock, again and again within the caller's deadline while it raises a `TransportError`; each
+        call should take a tenth of a second at most.
+        """
         raise NotImplementedError
 
     def _rebuild(self) -> None:

@@ -22,6 +22,7 @@ addresses = st.builds(
     processes,
     st.binary(min_size=1, max_size=200),
     st.integers(1, 2**64 - 1),
+    st.integers(-(2**31), 2**31 - 1),
     keys,
     st.lists(keys, max_size=5).map(tuple),
 )
@@ -48,7 +49,7 @@ def test_a_damaged_payload_is_refused_or_decodes_to_something_bounded(address, d
 
 
 def test_keys_must_match_the_region_table():
-    payload = encode_address(UcxAddress(ProcessIdentity.own(), b"w", 1, b"k", (b"a", b"b")))
+    payload = encode_address(UcxAddress(ProcessIdentity.own(), b"w", 1, 3, b"k", (b"a", b"b")))
     with pytest.raises(EndpointError, match="2 keys, expected 3"):
         decode_address(payload, 3)
 
@@ -66,9 +67,13 @@ class TestRing:
         ring = RequestRing(library, 280)
         self.pending: list[tuple[int, int, int]] = []
         self.end_at_once: list[int] = []
+        self.rows: list[tuple[int, ...]] = []
+        self.pointer = lambda number: library.ffi.cast("void *", number)
         params_type = "ucp_request_param_t *"
 
-        def get(endpoint: int, buffer: int, count: int, remote: int, rkey: int, params: int) -> int:
+        def get(endpoint: object, buffer: object, count: int, remote: object, rkey: object, params: object) -> int:
+            row = tuple(int(library.ffi.cast("uintptr_t", at)) for at in (endpoint, buffer, remote, rkey))
+            self.rows.append((row[0], row[1], count, *row[2:]))
             if self.end_at_once:
                 return self.end_at_once.pop(0) % 2**64
             fields = library.ffi.cast(params_type, params)
@@ -90,7 +95,18 @@ class TestRing:
     def post(self, ring, n: int) -> int:
         one = np.ones(1, np.uint64)
         column = np.arange(1, n + 1, dtype=np.uint64)
-        return ring.post(5, column, column, column, one, one, np.zeros(1, np.int32))
+        return ring.post(self.pointer(5), (column, column + 1, column + 2), one, self.pointer(9), 0)
+
+    def test_what_is_posted(self, ring):
+        high = np.array([2**63 + 8, 2**64 - 16], np.uint64)
+        keys = np.array([2**47, 3], np.uint64)
+        ring.post(self.pointer(5), (high, np.array([1, 2**40], np.uint64), high[::-1].copy()), keys, keys, 0)
+        ring.post_one(self.pointer(6), self.pointer(7), 8, self.pointer(2**64 - 1), 1, self.pointer(9), 0)
+        assert self.rows == [
+            (5, 2**63 + 8, 1, 2**64 - 16, 2**47),
+            (5, 2**64 - 16, 2**40, 2**63 + 8, 3),
+            (6, 7, 8, 2**64 - 1, 9),
+        ]
 
     def test_a_chunk_is_in_flight_until_its_last_request_ends(self, ring):
         chunk = self.post(ring, 3)

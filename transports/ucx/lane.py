@@ -6,7 +6,8 @@ Each peer has its own worker, so that peers are read in parallel by as many thre
 1. The endpoint handles errors in ``PEER`` mode with a callback: without one UCX ends the process when a peer dies.
 2. After any error the endpoint is dead: no get is posted on it again.
 3. `close` may be called from any thread. It makes `drive` return, closes the endpoint by force and destroys the
-   worker.
+   worker: then the lane is *settled* and writes no more. It waits for that as long as it is told to, and where reads do
+   not end by then it is called again; nobody else is kept meanwhile.
 """
 
 from __future__ import annotations
@@ -14,19 +15,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass, field
 from typing import NoReturn
-
-import numpy as np
-import numpy.typing as npt
 
 from reshard.transports.errors import PeerError, TransferError, TransferTimeoutError, TransportError
 from reshard.transports.identity import ProcessIdentity
-from reshard.transports.regions import U64
 from reshard.transports.ucx import declarations as d
 from reshard.transports.ucx.callbacks import callbacks_of
 from reshard.transports.ucx.context import Context
-from reshard.transports.ucx.requests import CHUNK, RequestRing
+from reshard.transports.ucx.gets import Gets
+from reshard.transports.ucx.requests import RequestRing
 from reshard.transports.ucx.worker import Worker
 
 _log = logging.getLogger(__name__)
@@ -34,80 +31,25 @@ _log = logging.getLogger(__name__)
 _PEER_GONE = frozenset({-6, -16, -20, -23, -24, -25, *range(-59, -39), *range(-89, -59)})
 """UNREACHABLE, CANCELED, TIMED_OUT, REJECTED, NOT_CONNECTED, CONNECTION_RESET, link and endpoint failures."""
 _SPIN = 16
+_BURST = 16
+"""Calls of the progress function between two looks at what has ended."""
 _NAP_S = 0.01
+_DIE_S = 0.1
+"""How long a lane that fails keeps the thread that drives it, which may have other peers to drive."""
 _CLOSE_S = 2.0
-"""How long closing waits for the endpoint, and for the next of the reads in flight to end."""
+"""How long the endpoint may take to close before the worker is destroyed without that."""
 
-_STUCK: list[Lane] = []
-"""Lanes whose reads would not end: UCX may still use their memory, so it is never freed."""
-
-
-def any_stuck(context: Context) -> bool:
-    """Return whether a lane of a context is stuck, so that the context, and what is mapped in it, must stay."""
-    return any(lane.context is context for lane in _STUCK)
+_UNSETTLED: list[Lane] = []
+"""Lanes that are being torn down: UCX may still use their memory, so it is not freed."""
 
 
-@dataclass(slots=True)
-class Gets:
-    """A list of gets; columns of length N, or 1 where all rows share a value.
+def all_settled(context: Context, timeout_s: float = 0.0) -> bool:
+    """Return whether no lane of a context is half torn down; else the context, and what is mapped in it, must stay.
 
-    Attributes
-    ----------
-    local, nbytes, remote : ndarray of uint64, shape (N,)
-    memh, rkey : ndarray of uint64, shape (N,) or (1,)
-    memory_type : ndarray of int32, shape (N,) or (1,)
-    moved : bool
-        Whether the last `Lane.drive` did native work.
-    size : int
-        N.
-    single : tuple of int or None
-        The only row, if there is one; next : first row not yet posted; chunks : those of the ring in flight.
+    Each that is gets ``timeout_s`` to end.
     """
-
-    local: U64
-    nbytes: U64
-    remote: U64
-    memh: U64
-    rkey: U64
-    memory_type: npt.NDArray[np.int32]
-    moved: bool = field(default=False, init=False)
-    size: int = field(default=0, init=False)
-    single: tuple[int, int, int, int, int, int] | None = field(default=None, init=False)
-    next: int = field(default=0, init=False)
-    chunks: list[int] = field(default_factory=list, init=False)
-
-    def __post_init__(self) -> None:
-        self.size = len(self.local)
-        if self.size == 1:
-            columns = (self.local, self.nbytes, self.remote, self.memh, self.rkey, self.memory_type)
-            at, n, of, memh, rkey, kind = (int(column[0]) for column in columns)
-            self.single = (at, n, of, memh, rkey, kind)
-
-    def rewind(self) -> None:
-        """Make it ready to be driven again.
-
-        Raises
-        ------
-        TransferError
-            If a part of it is in flight.
-        """
-        if self.chunks:
-            raise TransferError(f"{len(self.chunks)} chunks of these gets are in flight already")
-        self.next = 0
-
-    def post_next(self, ring: RequestRing, endpoint: int) -> None:
-        """Post the next chunk; the ring must have a free one."""
-        if self.single is not None:
-            chunk = ring.post_one(endpoint, *self.single)
-            self.next = 1
-        else:
-            at = slice(self.next, min(self.next + CHUNK, self.size))
-            memh = self.memh if len(self.memh) == 1 else self.memh[at]
-            rkey = self.rkey if len(self.rkey) == 1 else self.rkey[at]
-            kind = self.memory_type if len(self.memory_type) == 1 else self.memory_type[at]
-            chunk = ring.post(endpoint, self.local[at], self.nbytes[at], self.remote[at], memh, rkey, kind)
-            self.next = at.stop
-        self.chunks.append(chunk)
+    settled = [lane.close(timeout_s) for lane in list(_UNSETTLED) if lane.context is context]
+    return all(settled)
 
 
 class Lane:
@@ -125,8 +67,8 @@ class Lane:
 
     Attributes
     ----------
-    stuck : bool
-        It was closed, and reads of its would not end.
+    settled : bool
+        It is torn down, and writes no more.
 
     Raises
     ------
@@ -143,10 +85,12 @@ class Lane:
         self.library = context.library
         self._lock = threading.Lock()
         self._closing = False
-        self.stuck = False
         self._death: TransportError | None = None
         self._keys: list[int] = []
         self._endpoint = 0
+        self._ending = 0
+        self._ending_since = 0.0
+        self._told = False
         self._worker = Worker(context)
         self._ring = RequestRing(self.library, context.request_bytes)
         self._callbacks = callbacks_of(self.library)
@@ -154,8 +98,9 @@ class Lane:
         try:
             self._endpoint = self._create_endpoint(address)
         except PeerError:
-            self.close()
+            self.close(_CLOSE_S)
             raise
+        self._endpoint_at = self.library.ffi.cast("void *", self._endpoint)
 
     def identify(self, deadline: float) -> bytes:
         """Ask the peer who it is, before any of its memory is read.
@@ -230,9 +175,10 @@ class Lane:
         stop = time.monotonic() + busy_s
         gets.moved, idle, slept = False, 0, idle_s <= 0
         while True:
-            with self._lock:
+            self._enter()
+            try:
                 self._require_alive()
-                done, moved = self._round(gets)
+                done, moved = self._round(gets, stop)
                 gets.moved |= moved
                 if done:
                     return True
@@ -243,20 +189,32 @@ class Lane:
                     slept = True
                     if not self._worker.arm():
                         continue
+            finally:
+                self._lock.release()
             if idle >= _SPIN:
                 # Outside of the lock: another thread may post on this lane, or abort it.
                 self._worker.wait_event(idle_s)
             elif time.monotonic() >= stop:
                 return False
 
-    def close(self) -> None:
-        """Disconnect and destroy the worker: on return it writes no more, or it is `stuck`.
+    def close(self, timeout_s: float) -> bool:
+        """Disconnect and destroy the worker; return whether it is `settled` within ``timeout_s``, or call again.
 
         From any thread, idempotent, never raises.
         """
+        stop = time.monotonic() + timeout_s
         self._closing = True  # makes a `drive` of another thread return after its round
-        with self._lock:
-            self._tear_down()
+        if self._lock.acquire(timeout=timeout_s):
+            try:
+                self._tear_down(stop)
+            finally:
+                self._lock.release()
+        return self.settled
+
+    @property
+    def settled(self) -> bool:
+        """See the class."""
+        return not self._worker.handle
 
     @property
     def alive(self) -> bool:
@@ -283,13 +241,25 @@ class Lane:
                 names.append((pair[0].decode(), pair[1].decode()))
         return tuple(names)
 
-    def _round(self, gets: Gets) -> tuple[bool, bool]:
-        """Post what fits, progress once, harvest; return (all landed, something moved)."""
+    def _enter(self) -> None:
+        """Take the lock, but do not wait for one who tears the lane down."""
+        if self._lock.acquire(blocking=False):
+            return
+        while not self._lock.acquire(timeout=_NAP_S):
+            self._require_alive()
+
+    def _round(self, gets: Gets, stop: float) -> tuple[bool, bool]:
+        """Post what fits, progress, harvest; return (all landed, something moved)."""
         ring, moved = self._ring, False
         while gets.next < gets.size and ring.n_free:
-            gets.post_next(ring, self._endpoint)
+            gets.post_next(ring, self._endpoint_at)
             moved = True
-        moved |= self._worker.progress()
+        for _ in range(_BURST):
+            if not self._worker.progress():
+                break
+            moved = True
+            if not gets.chunks or not ring.in_flight(gets.chunks[0]) or time.monotonic() >= stop:
+                break
         for chunk in [c for c in gets.chunks if not ring.in_flight(c)]:
             gets.chunks.remove(chunk)
             moved = True
@@ -343,33 +313,46 @@ class Lane:
 
     def _die(self, status: int, what: str) -> NoReturn:
         error = self._death = self._error(status, what)
-        self._tear_down()
+        self._tear_down(time.monotonic() + _DIE_S)
         raise error
 
-    def _tear_down(self) -> None:
-        if not self._worker.handle or self.stuck:
+    def _tear_down(self, stop: float) -> None:
+        """Go on with tearing down until it is done, or ``stop``; under the lock."""
+        if self.settled:
             return
         ucp = self.library.ucp
         if self._endpoint:
+            _UNSETTLED.append(self)
             endpoint, self._endpoint = self._endpoint, 0
             params = self.library.ffi.new("ucp_request_param_t *")
             params.op_attr_mask = d.OP_FIELD_FLAGS
             params.flags = d.EP_CLOSE_FLAG_FORCE
-            self._worker.finish(ucp.ucp_ep_close_nbx(endpoint, params), _CLOSE_S)
-        # UCX cancels what it queued for the network, but copies over CMA wait their turn, and destroying a worker
-        # in front of them ends the process.
-        left, stop = self._ring.n_busy(), time.monotonic() + _CLOSE_S
-        while left and time.monotonic() < stop:
+            self._ending = self._worker.pending(ucp.ucp_ep_close_nbx(endpoint, params))
+            self._ending_since = time.monotonic()
+        while not (ended := self._ended()) and time.monotonic() < stop:
             self._worker.progress()
-            if (now_left := self._ring.n_busy()) < left:  # on a busy machine many copies take their time
-                left, stop = now_left, time.monotonic() + _CLOSE_S
-        if left:
-            self.stuck = True
-            _STUCK.append(self)
-            _log.error("of the reads from peer %r %s do not end; their worker is left as it is", self.peer, left)
+        if not ended:
+            if not self._told:
+                self._told = True
+                _log.warning("reads from peer %r have not ended: %s are in flight", self.peer, self._ring.n_busy())
             return
+        if self._ending:
+            ucp.ucp_request_free(self._ending)
         for key in self._keys:
             ucp.ucp_rkey_destroy(key)
         self._keys.clear()
         self._worker.close()
         self._callbacks.forget(self._token)
+        if self in _UNSETTLED:
+            _UNSETTLED.remove(self)
+
+    def _ended(self) -> bool:
+        """Return whether the worker can be destroyed.
+
+        UCX cancels what it queued for the network, but copies over CMA wait their turn, and destroying a worker in
+        front of them ends the process.
+        """
+        running = self._ending and self.library.ucp.ucp_request_check_status(self._ending) == d.INPROGRESS
+        if running and time.monotonic() < self._ending_since + _CLOSE_S:
+            return False
+        return not self._ring.n_busy()

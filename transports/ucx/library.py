@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +103,11 @@ def load_library(choice: str = "") -> Library:
         found = _loaded.get(choice)
         if found is None:
             found = _load_first(choice)
+            for (
+                other
+            ) in _loaded.values():  # one binding for each library, however it was chosen: types are of a binding
+                if other.path == found.path:
+                    found = replace(other, origin=found.origin)
             _loaded[choice] = found
         return found
 
@@ -130,12 +135,12 @@ def _candidates(choice: str) -> list[tuple[str, str]]:
         path = Path(choice)
         if path.is_dir():
             path = next((path / name for name in _NAMES if (path / name).exists()), path)
-        return [("path", str(path))]
+        return [("path", str(path.resolve()) if path.exists() else choice)]
     found: list[tuple[str, str]] = []
     if choice != "system":
         spec = importlib.util.find_spec("libucx")
         for folder in spec.submodule_search_locations or () if spec else ():
-            found += [("wheel", str(p)) for n in _NAMES if (p := Path(folder, "lib", n)).exists()][:1]
+            found += [("wheel", str(p.resolve())) for n in _NAMES if (p := Path(folder, "lib", n)).exists()][:1]
     if choice != "wheel":
         name = ctypes.util.find_library("ucp")
         found += [("system", name)] if name else []

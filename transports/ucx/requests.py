@@ -12,6 +12,7 @@ worker.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import repeat
 
 import numpy as np
@@ -40,7 +41,9 @@ class RequestRing:
     """
 
     def __init__(self, library: Library, request_bytes: int) -> None:
-        self._get = library.ucp.ucp_get_nbx
+        self._ffi = library.ffi
+        self._column = library.ffi.typeof("void **")
+        self._get: Callable[..., int] = library.ucp.ucp_get_nbx
         n_slots = CHUNK * N_CHUNKS
         front = -(-request_bytes // _ALIGN) * _ALIGN
         stride = front + _ALIGN
@@ -53,9 +56,8 @@ class RequestRing:
         ffi = library.ffi
         params_bytes = ffi.sizeof("ucp_request_param_t")
         self._params = np.zeros((n_slots, params_bytes), np.uint8)
-        self._params_at: list[int] = (
-            self._params.ctypes.data + params_bytes * np.arange(n_slots, dtype=np.uint64)
-        ).tolist()
+        params_at = self._params.ctypes.data + params_bytes * np.arange(n_slots, dtype=np.uint64)
+        self._params_at = self._pointers(params_at)
 
         def column(name: str, dtype: str) -> npt.NDArray[np.generic]:
             at = ffi.offsetof("ucp_request_param_t", name)
@@ -70,6 +72,7 @@ class RequestRing:
         self._memory_type = column("memory_type", "i4")
         self._memh = column("memh", "u8")
         self._params_rows = [ffi.cast("ucp_request_param_t *", at) for at in self._params_at[::CHUNK]]
+        self._requests: list[int] = requests.tolist()
         self._status_of = self._status.data
         self._used = [0] * N_CHUNKS
         self._free = list(range(N_CHUNKS))
@@ -85,24 +88,28 @@ class RequestRing:
 
     def post(
         self,
-        endpoint: int,
-        local: U64,
-        nbytes: U64,
-        remote: U64,
+        endpoint: object,
+        columns: tuple[U64, U64, U64],
         memh: U64,
-        rkey: U64,
-        memory_type: npt.NDArray[np.int32],
+        rkey: object,
+        memory_type: int,
     ) -> int:
         """Post up to `CHUNK` gets and return the chunk's number; there must be a free one.
 
         Parameters
         ----------
-        endpoint : int
-            UCX endpoint handle.
-        local, nbytes, remote : ndarray of uint64, shape (N,), 1 <= N <= CHUNK
-        memh, rkey, memory_type : ndarray, shape (N,) or (1,)
-            Local memory handle, unpacked remote key, UCX memory type of the local memory.
+        endpoint : cffi pointer
+            UCX endpoint.
+        columns : tuple of ndarray of uint64, shape (N,), 1 <= N <= CHUNK
+            Local address, bytes, remote address; contiguous.
+        memh : ndarray of uint64, shape (N,) or (1,)
+            Local memory handle.
+        rkey : cffi pointer, or ndarray of uint64, shape (N,)
+            Unpacked remote key of all gets, or of each.
+        memory_type : int
+            UCX's number of the kind of local memory.
         """
+        local, nbytes, remote = columns
         chunk = self._free.pop()
         first, n = chunk * CHUNK, len(local)
         slots = slice(first, first + n)
@@ -110,30 +117,28 @@ class RequestRing:
         self._status[slots] = d.INPROGRESS
         self._memh[slots] = memh
         self._memory_type[slots] = memory_type
-        returned = np.array(
-            list(
-                map(
-                    self._get,
-                    repeat(endpoint),
-                    local.tolist(),
-                    nbytes.tolist(),
-                    remote.tolist(),
-                    repeat(int(rkey[0])) if len(rkey) == 1 else rkey.tolist(),
-                    self._params_at[slots],
-                )
-            ),
-            np.uint64,
+        returned = list(
+            map(
+                self._get,
+                repeat(endpoint),
+                self._pointers(local),
+                nbytes.tolist(),
+                self._pointers(remote),
+                self._pointers(rkey) if isinstance(rkey, np.ndarray) else repeat(rkey),
+                self._params_at[slots],
+            )
         )
-        # A get that ended at once has no callback: it returns 0 or the error in the place of the request.
-        at_once = (returned == 0) | (returned >= _ERROR_FLOOR)
-        if at_once.any():
-            self._status[slots][at_once] = returned[at_once].astype(np.int64).astype(np.int8)
+        if returned != self._requests[slots]:
+            # A get that ended at once has no callback: it returns 0 or the error in the place of the request.
+            told = np.array(returned, np.uint64)
+            at_once = (told == 0) | (told >= _ERROR_FLOOR)
+            self._status[slots][at_once] = told[at_once].astype(np.int64).astype(np.int8)
         return chunk
 
     def post_one(
-        self, endpoint: int, local: int, nbytes: int, remote: int, memh: int, rkey: int, memory_type: int
+        self, endpoint: object, local: object, nbytes: int, remote: object, memh: int, rkey: object, memory_type: int
     ) -> int:
-        """Do as `post` for a single get, at a tenth of the cost."""
+        """Do as `post` for a single get, with all addresses as cffi pointers, at a tenth of the cost."""
         chunk = self._free.pop()
         first = chunk * CHUNK
         self._used[chunk] = 1
@@ -141,16 +146,21 @@ class RequestRing:
         params = self._params_rows[chunk]
         params.memh = memh
         params.memory_type = memory_type
-        returned = self._get(endpoint, local, nbytes, remote, rkey, self._params_at[first])
+        returned = self._get(endpoint, local, nbytes, remote, rkey, params)
         if returned == 0 or returned >= _ERROR_FLOOR_INT:
             self._status_of[first] = returned - (1 << 64) if returned else d.OK
         return chunk
 
+    def _pointers(self, column: U64) -> list[object]:
+        """Return a contiguous column of addresses as cffi pointers."""
+        found: list[object] = self._ffi.unpack(self._ffi.cast(self._column, column.ctypes.data), len(column))
+        return found
+
     def in_flight(self, chunk: int) -> bool:
         """Return whether a request of the chunk has not ended."""
         first, n = chunk * CHUNK, self._used[chunk]
-        if n == 1:
-            return self._status_of[first] == d.INPROGRESS
+        if n == 1 or self._status_of[first + n - 1] == d.INPROGRESS:  # mostly they end in order
+            return self._status_of[first + n - 1] == d.INPROGRESS
         return bool((self._status[first : first + n] == d.INPROGRESS).any())
 
     def release(self, chunk: int) -> int:

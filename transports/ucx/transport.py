@@ -36,19 +36,25 @@ from reshard.transports.ledger import Entry
 from reshard.transports.lists import ConnectedPeer, Work
 from reshard.transports.regions import U64, MemoryKind, Region
 from reshard.transports.rows import ADDRESS, NBYTES
-from reshard.transports.transfer import Slice
+from reshard.transports.shared import SharedPages
+from reshard.transports.transfer import Call, Slice
 from reshard.transports.ucx.callbacks import callbacks_of
 from reshard.transports.ucx.context import MEMORY_TYPES, Context, MappedMemory
 from reshard.transports.ucx.describe import emulated
-from reshard.transports.ucx.lane import Gets, Lane, any_stuck
+from reshard.transports.ucx.gets import Gets
+from reshard.transports.ucx.lane import Lane, all_settled
 from reshard.transports.ucx.library import load_library
 from reshard.transports.ucx.payload import UcxAddress, decode_address, encode_address
 from reshard.transports.ucx.worker import ServingThread, Worker
+from reshard.transports.watch import PeerWatch
 
 _log = logging.getLogger(__name__)
 
 _BUSY_S = 0.004
 _IDLE_S = 0.001
+_ABORT_S = 0.1
+"""How long one attempt to abort waits; `wait_quarantine` makes as many as its deadline allows."""
+_HANG_UP_S = 2.0
 
 _LEFT: list[UcxTransport | UcxPeer] = []
 """What was closed while its worker could not be destroyed: what UCX may touch is never freed."""
@@ -69,6 +75,8 @@ class UcxTransport(CommonTransport):
         See `load_library`.
     workers : int
         Threads that drive large reads; peers are read in parallel by as many. 0 for one a core, at most 8.
+    map_beacon : bool
+        Whether to watch peers of this host by a mapped page instead of by native reads of their beacons.
 
     Raises
     ------
@@ -96,14 +104,16 @@ class UcxTransport(CommonTransport):
         config: Mapping[str, str] | None = None,
         library: str = "",
         workers: int = 0,
+        map_beacon: bool = True,
     ) -> None:
         super().__init__(workers=workers or min(len(os.sched_getaffinity(0)), 8))
         settings = dict(config or {})
         settings.update({k: v for k, v in (("TLS", tls), ("NET_DEVICES", net_devices)) if v})
         self._context = Context(load_library(library), settings)
         self._end = threading.Lock()
-        self._beacon_memory = allocate_pages(BEACON_BYTES)
-        self._beacon = Beacon(self._beacon_memory, self.incarnation)
+        self._map_beacon = map_beacon
+        self._beacon_page = SharedPages(BEACON_BYTES)
+        self._beacon = Beacon(self._beacon_page.array, self.incarnation)
         with contextlib.ExitStack() as undo:
             undo.callback(self._context.close)
             self._process = ProcessIdentity.own()
@@ -112,7 +122,7 @@ class UcxTransport(CommonTransport):
             callbacks = callbacks_of(self._context.library)
             callbacks.serve_identity(self._serving.handle, callbacks.new_token(), self.incarnation)
             self._address = self._serving.address()
-            self._beacon_map = self._context.map(Region.of(self._beacon_memory))
+            self._beacon_map = self._context.map(Region.of(self._beacon_page.array))
             undo.callback(self._context.unmap, self._beacon_map)
             self._server = ServingThread(self._serving)
             undo.pop_all()
@@ -141,8 +151,10 @@ class UcxTransport(CommonTransport):
 
     def _payload(self) -> bytes:
         keys = tuple(cast(MappedMemory, entry.native).key for entry in self._ledger.entries())
-        at = int(self._beacon_memory.ctypes.data)
-        return encode_address(UcxAddress(self._process, self._address, at, self._beacon_map.key, keys))
+        page = self._beacon_page
+        return encode_address(
+            UcxAddress(self._process, self._address, page.address, page.fd, self._beacon_map.key, keys)
+        )
 
     def _withdrawn(self, generation: int) -> None:
         self._beacon.withdraw(generation)
@@ -150,7 +162,10 @@ class UcxTransport(CommonTransport):
     def _dial(self, peer: ConnectedPeer, deadline: float) -> UcxPeer:
         address = decode_address(peer.endpoint.payload, len(peer.endpoint.regions))
         address.process.check(peer.name)  # sees on one host, before UCX is asked, what UCX does not see at all
-        native = UcxPeer(self._context, peer, address, deadline)
+        watch: PeerWatch | None = None
+        if self._map_beacon and address.process.visible:
+            watch = PeerWatch(peer.name, peer.endpoint, address.process, address.beacon_fd)
+        native = UcxPeer(self._context, peer, address, watch, deadline)
         gate = native.gate()
         try:
             through = gate.post()
@@ -166,37 +181,40 @@ class UcxTransport(CommonTransport):
                     native.lane.transports(),
                 )
         except BaseException:
-            native.close()
+            native.close(_HANG_UP_S)
             raise
         return native
 
     def _hang_up(self, native: object) -> None:
-        cast(UcxPeer, native).close()
+        cast(UcxPeer, native).close(_HANG_UP_S)
 
     def _abort(self, native: object) -> None:
         peer = cast(UcxPeer, native)
-        peer.close()
-        if peer.lane.stuck:
-            raise TransferTimeoutError(f"reads from peer {peer.lane.peer!r} do not end", peer=peer.lane.peer)
+        if not peer.close(_ABORT_S):
+            raise TransferTimeoutError(f"reads from peer {peer.lane.peer!r} have not ended", peer=peer.lane.peer)
 
     def _settles(self, error: TransportError) -> bool:
-        # A lane that failed was torn down at once, so that it writes no more, unless it is stuck.
-        return not any_stuck(self._context)
+        # A lane that failed is torn down at once, so that it writes no more, unless that takes its time.
+        return all_settled(self._context)
 
     def _gate(self, peer: ConnectedPeer) -> Slice:
-        return _native(peer).gate()
+        native = _native(peer)
+        return Call(native.watch.check) if native.watch is not None else native.gate()
 
     def _build(self, peer: ConnectedPeer, work: Work) -> list[Slice]:
         native = _native(peer)
         memh = _handles(work.local_entries)[work.local_region]
         rkey = native.keys(work.remote_region)
-        kind = np.array([MEMORY_TYPES[work.local_memory]], np.int32)
-        local, nbytes, remote = work.local[:, ADDRESS], work.local[:, NBYTES], work.remote[:, ADDRESS]
+        kind = MEMORY_TYPES[work.local_memory]
+        sides = (work.local[:, ADDRESS], work.local[:, NBYTES], work.remote[:, ADDRESS])
+        local, nbytes, remote = (np.ascontiguousarray(column) for column in sides)
+        ffi = self._context.library.ffi
         slices: list[Slice] = []
         for start, stop in pairwise(work.cuts):
             at = slice(start, stop)
             one_memh, one_rkey = (c if len(c) == 1 else c[at] for c in (memh, rkey))
-            slices.append(GetSlice(native.lane, Gets(local[at], nbytes[at], remote[at], one_memh, one_rkey, kind)))
+            gets = Gets(ffi, (local[at], nbytes[at], remote[at]), one_memh, one_rkey, kind)
+            slices.append(GetSlice(native.lane, gets))
         return slices
 
     def close(self) -> None:
@@ -208,7 +226,7 @@ class UcxTransport(CommonTransport):
             super().close()
 
     def _shut_down(self) -> None:
-        if self._serving.handle or any_stuck(self._context):
+        if not all_settled(self._context, _HANG_UP_S) or self._serving.handle:
             _LEFT.append(self)  # it still has peers, or a lane: freeing what UCX uses would crash the process
             return
         self._context.unmap(self._beacon_map)
@@ -293,8 +311,11 @@ class UcxPeer:
         If it does not say who it is before ``deadline``.
     """
 
-    def __init__(self, context: Context, peer: ConnectedPeer, address: UcxAddress, deadline: float) -> None:
+    def __init__(
+        self, context: Context, peer: ConnectedPeer, address: UcxAddress, watch: PeerWatch | None, deadline: float
+    ) -> None:
         self._context = context
+        self.watch = watch
         self._endpoint = peer.endpoint
         self._packed = address.keys
         self._keys = np.zeros(len(address.keys), np.uint64)
@@ -302,7 +323,12 @@ class UcxPeer:
         self._lock = threading.Lock()
         self._images: list[npt.NDArray[np.uint8]] = []
         self._pages: dict[int, tuple[npt.NDArray[np.uint8], MappedMemory]] = {}
-        self.lane = Lane(context, peer.name, address.worker, address.process)
+        try:
+            self.lane = Lane(context, peer.name, address.worker, address.process)
+        except BaseException:
+            if watch is not None:
+                watch.close()
+            raise
         try:
             if self.lane.identify(deadline) != peer.endpoint.incarnation:
                 raise PeerError(
@@ -310,7 +336,7 @@ class UcxPeer:
                 )
             self._beacon_key = self.lane.unpack(address.beacon_key)
         except BaseException:
-            self.close()
+            self.close(_HANG_UP_S)
             raise
 
     def gate(self) -> BeaconGate:
@@ -332,7 +358,7 @@ class UcxPeer:
             memory = self._pages[_page(image)][1]
         columns = (int(image.ctypes.data), BEACON_BYTES, self._beacon, memory.handle, self._beacon_key)
         at, nbytes, remote, memh, key = (np.array([value], np.uint64) for value in columns)
-        gets = Gets(at, nbytes, remote, memh, key, np.array([MEMORY_TYPES["dram"]], np.int32))
+        gets = Gets(self._context.library.ffi, (at, nbytes, remote), memh, key, MEMORY_TYPES["dram"])
         return BeaconGate(self, self._endpoint, image, gets)
 
     def return_image(self, image: npt.NDArray[np.uint8]) -> None:
@@ -346,17 +372,23 @@ class UcxPeer:
                 self._keys[index] = self.lane.unpack(self._packed[index])
         return self._keys[region]
 
-    def close(self) -> None:
-        """Disconnect; on return nothing of it writes any more, or the lane is stuck. Idempotent."""
-        self.lane.close()
-        if self.lane.stuck:
-            _LEFT.append(self)
-            return
+    def close(self, timeout_s: float) -> bool:
+        """Disconnect; return whether that is done within ``timeout_s``, so that nothing writes any more. Idempotent."""
+        if self.watch is not None:
+            self.watch.close()
+        settled = self.lane.close(timeout_s)
         with self._lock:
+            if not settled:
+                if self not in _LEFT:
+                    _LEFT.append(self)
+                return False
             for _, mapped in self._pages.values():
                 self._context.unmap(mapped)
             self._pages.clear()
             self._images.clear()
+            if self in _LEFT:
+                _LEFT.remove(self)
+        return True
 
 
 def _native(peer: ConnectedPeer) -> UcxPeer:

@@ -73,9 +73,14 @@ class Worker:
             if idle == _IDLE_ROUNDS:
                 return
 
-    def finish(self, request: int, timeout_s: float) -> bool:
-        """Progress until a request that a native call returned has ended, and free it; return whether it has."""
-        if not 0 < request < (1 << 64) + d.ERR_LAST:
+    @staticmethod
+    def pending(returned: int) -> int:
+        """Return what a native call returned if it is a request, and 0 if the call has ended, well or not."""
+        return returned if 0 < returned < (1 << 64) + d.ERR_LAST else 0
+
+    def finish(self, returned: int, timeout_s: float) -> bool:
+        """Progress until what a native call returned has ended, and free it; return whether it has."""
+        if not (request := self.pending(returned)):
             return True
         check, stop = self.library.ucp.ucp_request_check_status, time.monotonic() + timeout_s
         while (running := check(request) == d.INPROGRESS) and time.monotonic() < stop:
