@@ -16,6 +16,7 @@ from tests.refit.held_transport import HeldTransport
 
 from reshard.planner import Plan
 from reshard.planner.options import PlanOptions
+from reshard.refit.checks import Check
 from reshard.refit.deadline import Deadline
 from reshard.refit.engines.arrays import ArrayEngine, take
 from reshard.refit.errors import QuarantinedError, TornReadError, VerificationError
@@ -404,3 +405,38 @@ def test_batches_only_where_cells_can_be_verified(whole: bool) -> None:
         assert (bound.complete_with is not None) == whole
         assert report.verified_bytes == (report.received_bytes if whole else 0)
         assert np.array_equal(engine["w"], source["w"][:, 64 - columns :])
+
+
+def test_a_sample_is_other_cells_at_each_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of 32 cells a version, all of them in the end; a wrong one is found when its turn comes."""
+    chosen: list[int] = []
+    real = Verifier._verify
+
+    def noted(self: Verifier, check: Check, tool: object) -> None:
+        chosen.append(check.cell)
+        real(self, check, tool)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Verifier, "_verify", noted)
+    with one_trainer(verify="sample") as (cluster, _, _):
+        seen: set[int] = set()
+        found: dict[bool, int] = {True: 0, False: 0}
+        for step in range(1, 65):
+            if step > 1:
+                cluster.publish(step, model(step))
+            buffer = cluster.publishers[0]._newest
+            assert buffer is not None
+            if step > 32:
+                buffer.data[5] ^= 0x40  # in the first cell
+            chosen.clear()
+            (result,) = cluster.refit(step)
+            seen |= set(chosen)
+            found[0 in chosen] += 1
+            if step > 32 and 0 in chosen:
+                assert isinstance(result, VerificationError)
+            else:
+                assert isinstance(result, RefitReport), result
+                assert result.verified.n_cells == len(set(chosen)) == 2
+                assert result.verified_bytes == 2 * 1024 < result.received_bytes
+        assert seen == set(range(32))
+        assert min(found.values()) > 0
+        assert not crew_threads()
