@@ -101,10 +101,10 @@ def test_plain_requests_drive_the_routes(served: Served) -> None:
 
 
 def test_the_documented_commands(served: Served) -> None:
-    """docs/vllm.md's lines for a shell, run as they are but for addresses."""
+    """docs/vllm.md's lines for a shell, run as they are but for addresses, the model's name and the transport."""
     (documented,) = re.findall(r"```sh\n(post\(\).*?)```", (ROOT / "docs" / "vllm.md").read_text(), re.DOTALL)
     shown = {"http://engine:8000": served.server.url, "trainer-host:7070": served.site.rendezvous}
-    shown['"policy"'] = '"shown"'
+    shown['"policy"'] = f'"shown", "transport": "{TRANSPORT}"'
     for step, number in ((12, 1), (13, 0)):
         served.sender.ask("publish", step=step, number=number, model="shown")
         commands = documented.replace("12", str(step))
