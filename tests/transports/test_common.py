@@ -243,6 +243,31 @@ def test_connecting_while_a_quarantine_is_lifted_keeps_its_deadline() -> None:
     transport.close()
 
 
+def test_an_abort_that_is_not_done_yet_is_asked_again_and_holds_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = ScriptedTransport("peer")
+    setting = Setting(transport)
+    with raises(TransferTimeoutError):
+        read(transport, [setting.to_sick], timeout_s=0.05)
+    meanwhile: list[int] = []
+
+    def abort(native: object) -> None:
+        reading = threading.Thread(
+            target=lambda: meanwhile.append(read(transport, [setting.to_well], timeout_s=10.0).bytes)
+        )
+        reading.start()
+        reading.join(20.0)
+        if len(meanwhile) < 3:
+            raise TransferTimeoutError("not yet", peer="sick")
+        transport.torn.append(str(native))
+
+    monkeypatch.setattr(transport, "_abort", abort)
+    transport.wait_quarantine(timeout_s=20.0)
+    assert meanwhile == [MIB] * 3
+    assert transport.torn == ["sick"]
+    assert transport.quarantined() == ()
+    transport.close()
+
+
 def test_healthy_peers_drain_before_the_agent_is_destroyed() -> None:
     transport = ScriptedTransport("agent")
     setting = Setting(transport)
