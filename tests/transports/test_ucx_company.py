@@ -90,8 +90,8 @@ def test_python_bindings_in_the_same_process(module, order):
     if not python:
         if importlib.util.find_spec(module) is None:
             pytest.skip(
-                f"{module} is not installed here; {setting} may name an interpreter that has it, numpy and cffi"
-                "; `make test-slow` has one for ucxx. ucx-py is end of life: its last release only fetches from elsewhere"
+                f"{module} is not installed here; {setting} may name an interpreter that has it, numpy and cffi: "
+                "`make test-slow` has one for ucxx; ucx-py is end of life, its last release only fetches from elsewhere"
             )
         python = sys.executable
     calls = ("ours()", "theirs()") if order == "ours first" else ("theirs()", "ours()")
