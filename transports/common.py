@@ -101,6 +101,8 @@ class CommonTransport(Holding):
         """See `Transport.wait`."""
         deadline = time.monotonic() + check_timeout(timeout_s)
         mine = self._own_transfers(transfers)
+        if self._forked_from:
+            self._check_open()
         stopped = False
         pauses = backoff()
         while True:
@@ -138,6 +140,8 @@ class CommonTransport(Holding):
     def cancel(self, transfers: Sequence[Transfer]) -> None:
         """See `Transport.cancel`."""
         mine = [transfer for transfer in self._own_transfers(transfers) if transfer.state == "active"]
+        if self._forked_from:
+            return
         for transfer in mine:
             transfer.cancel()
         self._drain(mine, time.monotonic() + GRACE_S)
@@ -203,6 +207,8 @@ class CommonTransport(Holding):
         with self._lock:
             if not self._poisoned:
                 return
+            if self._forked_from:
+                self._check_open()
             self._n_rebuilding += scope == "agent"
         try:
             while True:
@@ -303,7 +309,9 @@ class CommonTransport(Holding):
     # --- the end ----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """See `Transport.close`."""
+        """See `Transport.close`; in a forked child it does nothing."""
+        if self._forked_from:
+            return
         with self._moved:
             if self._closing:  # by another thread: it is closed when that one says so
                 stop = time.monotonic() + 3 * CLOSE_S
@@ -311,6 +319,7 @@ class CommonTransport(Holding):
                     self._pause(left)
                 return
             self._closing = True
+            self._stop_serving()
             peers = list(self._peers.values())
         for peer in peers:
             peer.close()

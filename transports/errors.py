@@ -16,6 +16,7 @@ took part.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping, Sequence
 
 from reshard.planner.errors import MissingDependencyError, ReshardError
@@ -89,3 +90,14 @@ class TransferTimeoutError(TransferError, TimeoutError):
 
 class PoisonedMemoryError(TransferError):
     """A destination lies in quarantined memory; call `Transport.wait_quarantine` first."""
+
+
+OWN_LACK = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""What the system says when this process, or this host, has no more descriptors or memory: no peer is to blame."""
+
+
+def blamed(error: OSError, peer: str, what: str) -> TransportError:
+    """Return an error for a system call about a peer: the peer's fault, unless it is for want of something here."""
+    if error.errno in OWN_LACK:
+        return TransportError(f"this process cannot look at peer {peer!r}: {what}: {error}")
+    return PeerError(f"peer {peer!r}: {what}: {error}", peer=peer)

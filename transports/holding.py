@@ -100,6 +100,8 @@ class Holding(Hooks):
     def connect(self, endpoint: bytes, *, timeout_s: float, name: str = "") -> ConnectedPeer:
         """See `Transport.connect`."""
         deadline = time.monotonic() + check_timeout(timeout_s)
+        if not isinstance(name, str):
+            raise TypeError(f"connect: name is {type(name).__name__}, expected str")
         decoded = decode_endpoint(endpoint, backend=self.name)
         peer = ConnectedPeer(self, name or f"{self.name}:{decoded.incarnation.hex()[:12]}", decoded)
         with self._lock:
@@ -134,6 +136,8 @@ class Holding(Hooks):
 
     def close_peer(self, peer: ConnectedPeer) -> None:
         """Disconnect; called by `ConnectedPeer.close`."""
+        if self._forked_from:
+            return
         with self._releasing():
             self._close_peer(peer)
 
@@ -210,10 +214,12 @@ class Holding(Hooks):
             with self._native_work():
                 self._build_native(prepared, time.monotonic() + RECONNECT_S)
                 with self._lock:
-                    if connected.closed or self._closing:  # meanwhile
+                    try:  # meanwhile it may have been closed, or have failed
+                        self._check_open()
+                        self._check_peer(connected)
+                    except BaseException:
                         prepared.free_native()
-                    self._check_open()
-                    self._check_peer(connected)
+                        raise
                     connected.lists.add(prepared)
         except BaseException:
             with self._lock:
@@ -237,6 +243,8 @@ class Holding(Hooks):
 
     def close_list(self, prepared: PreparedList) -> None:
         """Free a list; called by `PreparedList.close`."""
+        if self._forked_from:
+            return
         with self._releasing():
             self._close_list(prepared)
 

@@ -6,8 +6,10 @@ arguments, raises mapped errors (`reshard.transports.errors`), and needs no lock
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
@@ -20,6 +22,8 @@ from reshard.transports.ledger import Ledger
 from reshard.transports.lists import ConnectedPeer, Work
 from reshard.transports.regions import MemoryKind, Region
 from reshard.transports.transfer import ListTransfer, Slice
+
+_LIVE: weakref.WeakSet[Hooks] = weakref.WeakSet()
 
 
 class Hooks(ABC):
@@ -53,6 +57,8 @@ class Hooks(ABC):
         self._n_waiting = 0
         self._closing = False
         self._closed = False
+        self._forked_from = 0
+        _LIVE.add(self)
 
     @abstractmethod
     def allocate(self, nbytes: int, *, memory: MemoryKind = "dram", device: int = 0) -> Allocation:
@@ -79,6 +85,9 @@ class Hooks(ABC):
 
         A `struct.error` counts as a malformed payload.
         """
+
+    def _stop_serving(self) -> None:  # noqa: B027 - optional
+        """Announce the end (`Beacon.close`): called first by `close`, before any memory is withdrawn; never raises."""
 
     def _hang_up(self, native: object) -> None:  # noqa: B027 - optional
         """Disconnect; never raises."""
@@ -122,5 +131,29 @@ class Hooks(ABC):
         return self._register(region)
 
     def _check_open(self) -> None:
+        if self._forked_from:
+            raise TransportError(
+                f"transport {self.name!r} was opened by process {self._forked_from} and is of no use in its fork "
+                f"{os.getpid()}; open one in a process that was started anew"
+            )
         if self._closing:
             raise TransportError(f"transport {self.name!r} is closed")
+
+    def _disown(self, parent: int) -> None:
+        """Make it useless in a forked child, whose native libraries share descriptors with the parent's.
+
+        Nothing native may be used or freed there: UCX would take the parent's sockets out of the event set of both.
+        """
+        self._forked_from = parent
+        self._closing = self._closed = True
+        self._lock = threading.RLock()  # the old one may have been held by a thread that the child does not have
+        self._moved = threading.Condition(self._lock)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))  # not even the interpreter's end frees it
+
+
+def _disown_all() -> None:
+    for transport in list(_LIVE):
+        transport._disown(os.getppid())
+
+
+os.register_at_fork(after_in_child=_disown_all)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import struct
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar, Self
 
-from reshard.transports.errors import EndpointError, PeerError
+from reshard.transports.errors import OWN_LACK, EndpointError, PeerError, TransportError
 
 _LAYOUT = struct.Struct("<16sQIQ")
 
@@ -39,9 +40,7 @@ class ProcessIdentity:
     @classmethod
     def own(cls) -> Self:
         """Return that of this process."""
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = bytes.fromhex(file.read().strip().replace("-", ""))
-        return cls(boot, os.stat("/proc/self/ns/pid").st_ino, os.getpid(), start_time("self"))
+        return cls(*_own(os.getpid()))
 
     def pack(self) -> bytes:
         """Return it as `NBYTES` bytes."""
@@ -72,10 +71,31 @@ class ProcessIdentity:
             raise PeerError(f"peer {peer!r}: process {self.pid} has restarted or exited", peer=peer)
 
 
+@cache
+def _own(pid: int) -> tuple[bytes, int, int, int]:
+    """Return the fields of this process, asked of the system once."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = bytes.fromhex(file.read().strip().replace("-", ""))
+        return boot, os.stat("/proc/self/ns/pid").st_ino, pid, start_time("self")
+    except OSError as error:
+        raise TransportError(f"which process this is cannot be asked of the system: {error}") from error
+
+
 def start_time(pid: str) -> int:
-    """Return field 22 of ``/proc/<pid>/stat``, in clock ticks since boot; 0 if there is no such process."""
+    """Return field 22 of ``/proc/<pid>/stat``, in clock ticks since boot; 0 if there is no such process.
+
+    Raises
+    ------
+    TransportError
+        If this process has no descriptor left to look with.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return int(file.read().rpartition(b")")[2].split()[19])
-    except (OSError, IndexError, ValueError):
+    except OSError as error:
+        if error.errno in OWN_LACK:
+            raise TransportError(f"process {pid} cannot be looked at: {error}") from error
+        return 0
+    except (IndexError, ValueError):
         return 0

@@ -89,8 +89,11 @@ class MemoryTransport(CommonTransport):
         """Return shared memory; see `Transport.allocate`."""
         if memory != "dram":
             raise RegistrationError(f"transport 'memory': got {memory} memory, expected dram")
+        with self._lock:
+            self._check_open()
         pages = SharedPages(nbytes)
-        self._allocated.add(pages)
+        with self._lock:  # `_register` looks through it
+            self._allocated.add(pages)
         return Allocation(pages.array, Region(pages.address, nbytes, "dram", 0, pages))
 
     def _register(self, region: Region) -> object:
@@ -208,8 +211,10 @@ class MemoryTransport(CommonTransport):
             connection.mapped[region] = array
         return int(array.ctypes.data) + offset
 
-    def _shut_down(self) -> None:
+    def _stop_serving(self) -> None:
         self._beacon.close()
+
+    def _shut_down(self) -> None:
         _LIVE.pop(self.incarnation, None)
 
 

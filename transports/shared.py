@@ -17,7 +17,7 @@ import weakref
 import numpy as np
 import numpy.typing as npt
 
-from reshard.transports.errors import PeerError, RegistrationError
+from reshard.transports.errors import PeerError, RegistrationError, blamed
 from reshard.transports.hostmem import check_available, populate
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -38,7 +38,10 @@ class SharedPages:
     def __init__(self, nbytes: int) -> None:
         check_available(nbytes)
         size = max(nbytes, 1)
-        fd = os.memfd_create("reshard", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            fd = os.memfd_create("reshard", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise RegistrationError(f"allocate: no file for {nbytes} bytes of shared memory: {error}") from error
         try:
             os.ftruncate(fd, size)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
@@ -67,9 +70,10 @@ def map_from(pid: int, fd: int, nbytes: int, peer: str) -> npt.NDArray[np.uint8]
     """
     path = f"/proc/{pid}/fd/{fd}"
     try:
-        mine = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # By now the number may be a FIFO's, or a terminal's.
+        mine = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
-        raise PeerError(f"peer {peer!r}: cannot open {path}: {error.strerror}", peer=peer) from error
+        raise blamed(error, peer, f"cannot open {path}") from error
     try:
         size = os.fstat(mine).st_size
         seals = 0
@@ -82,7 +86,11 @@ def map_from(pid: int, fd: int, nbytes: int, peer: str) -> npt.NDArray[np.uint8]
                 peer=peer,
             )
         pages = mmap.mmap(mine, nbytes, prot=mmap.PROT_READ)
-    except (OSError, ValueError) as error:
+    except PeerError:
+        raise
+    except OSError as error:
+        raise blamed(error, peer, f"cannot map {nbytes} bytes of {path}") from error
+    except ValueError as error:
         raise PeerError(f"peer {peer!r}: cannot map {nbytes} bytes of {path}: {error}", peer=peer) from error
     finally:
         os.close(mine)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from reshard.transports.beacon import BEACON_BYTES, beacon_image, check_beacon
 from reshard.transports.endpoint import Endpoint
-from reshard.transports.errors import PeerError
+from reshard.transports.errors import PeerError, blamed
 from reshard.transports.identity import ProcessIdentity
 from reshard.transports.shared import map_from
 
@@ -50,7 +50,9 @@ class PeerWatch:
         self.pid = identity.pid
         try:
             self._process = os.pidfd_open(identity.pid)
-        except (OSError, OverflowError, ValueError) as error:
+        except OSError as error:
+            raise blamed(error, peer, f"process {identity.pid}") from error
+        except (OverflowError, ValueError) as error:
             raise PeerError(f"peer {peer!r}: no process {identity.pid}: {error}", peer=peer) from error
         self._close = weakref.finalize(self, os.close, self._process)  # also when a rebuilt agent drops its links
         try:

@@ -27,8 +27,11 @@ class VmTransport(b.CommonTransport):
     def _withdrawn(self, generation):
         self._beacon.withdraw(generation)
 
-    def _shut_down(self):
+    def _stop_serving(self):
         self._beacon.close()
+
+    def _shut_down(self):
+        pass
 
     def _payload(self):
         return PAYLOAD.pack(os.getpid(), self._page.ctypes.data)

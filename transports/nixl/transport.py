@@ -132,6 +132,7 @@ class NixlTransport(CommonTransport):
 
     def allocate(self, nbytes: int, *, memory: MemoryKind = "dram", device: int = 0) -> Allocation:
         """Return host pages, or device memory from torch; see `Transport.allocate`."""
+        self._check_open()
         if memory == "dram":
             return allocate_host(nbytes)
         return allocate_device(nbytes, device)
@@ -313,9 +314,11 @@ class NixlTransport(CommonTransport):
             self._reading.destroy()
         self._reading = None
 
-    def _shut_down(self) -> None:
+    def _stop_serving(self) -> None:
         if self._beacon is not None:
             self._beacon.close()
+
+    def _shut_down(self) -> None:
         for agent in (self._reading, self._serving):
             if agent is not None:
                 try:

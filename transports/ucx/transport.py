@@ -138,6 +138,7 @@ class UcxTransport(CommonTransport):
 
     def allocate(self, nbytes: int, *, memory: MemoryKind = "dram", device: int = 0) -> Allocation:
         """See `Transport.allocate`; device memory comes from torch."""
+        self._check_open()
         if memory == "vram":
             return allocate_device(nbytes, device)
         array = allocate_pages(nbytes)
@@ -219,6 +220,8 @@ class UcxTransport(CommonTransport):
 
     def close(self) -> None:
         """See `Transport.close`. Serving ends first: where UCX emulates reads it would send memory being unmapped."""
+        if self._forked_from:
+            return
         with self._end:
             self._beacon.close()
             if self._server.close():

@@ -138,7 +138,10 @@ class ServingThread:
         self._worker = worker
         self._stop = threading.Event()
         self._quiet = False
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError as error:
+            raise TransportError(f"transport 'ucx': no descriptor for the serving thread: {error}") from error
         self._thread = threading.Thread(target=self._run, name="reshard-ucx-serve", daemon=True)
         self._thread.start()
 

@@ -1,0 +1,197 @@
+"""A transport and its process: forks, the order of its end, and a process that has no descriptors left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from reshard.transports import PeerError, RegistrationError, TransportError, open_transport, read
+from reshard.transports.common import CommonTransport
+from reshard.transports.hostmem import allocate_pages
+from reshard.transports.peer_process import PeerProcess, pattern
+from reshard.transports.regions import Region
+from reshard.transports.registry import probe
+from reshard.transports.testing import rows
+
+NBYTES = 1 << 16
+
+
+@pytest.fixture(params=["memory", "nixl", "ucx"])
+def backend(request: pytest.FixtureRequest) -> str:
+    if reason := probe(request.param):
+        pytest.skip(f"{request.param} does not work here: {reason}")
+    return str(request.param)
+
+
+def child(transport: CommonTransport, peer: object, prepared: object, registration: object, message: bytes) -> int:
+    """What a forked child may do with a transport: nothing; returns 0 if it is so."""
+    calls = (
+        lambda: transport.allocate(64),
+        lambda: transport.register([]),
+        transport.endpoint,
+        lambda: transport.connect(message, timeout_s=1.0),
+        lambda: transport.post(prepared),  # type: ignore[arg-type]
+    )
+    for call in calls:
+        try:
+            call()
+        except TransportError as error:
+            if f"opened by process {os.getppid()}" not in str(error):
+                return 2
+        else:
+            return 3
+    for thing in (prepared, peer, registration, transport):
+        thing.close()  # type: ignore[attr-defined]
+    return 0
+
+
+def test_a_forked_child_does_no_harm(backend):
+    with PeerProcess(backend) as process:
+        endpoint, remote = process.serve(NBYTES, 1)
+        transport = open_transport(backend)
+        try:
+            assert isinstance(transport, CommonTransport)
+            mine = transport.allocate(NBYTES)
+            registration = transport.register([mine.region])
+            message = transport.endpoint()
+            peer = transport.connect(endpoint, timeout_s=10.0, name="peer")
+            prepared = transport.prepare(peer, rows(mine.region.address, NBYTES), rows(remote, NBYTES))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # there are threads, and we know it
+                pid = os.fork()
+            if not pid:
+                code = 4
+                try:
+                    code = child(transport, peer, prepared, registration, message)
+                finally:
+                    os._exit(code)
+            stop, status = time.monotonic() + 20.0, (0, 0)
+            while status[0] == 0 and time.monotonic() < stop:
+                status = os.waitpid(pid, os.WNOHANG)
+                time.sleep(0.01)
+            assert status[0] == pid, "the child hangs"
+            assert os.waitstatus_to_exitcode(status[1]) == 0
+            # The parent reads, and is read, as before.
+            read(transport, [prepared], timeout_s=10.0)
+            assert np.array_equal(mine.array, pattern(NBYTES, 1))
+            process.ask("read", endpoint=message.hex(), address=mine.region.address, nbytes=NBYTES, times=1)
+            assert process.answer() == {"done": True}
+        finally:
+            transport.close()
+
+
+def test_the_beacon_says_closed_before_memory_is_withdrawn(backend):
+    transport = open_transport(backend)
+    assert isinstance(transport, CommonTransport)
+    allocation = transport.allocate(NBYTES)
+    transport.register([allocation.region])
+    transport.endpoint()
+    beacon = transport._beacon  # type: ignore[attr-defined]
+    states: list[int] = []
+    deregister = transport._ledger._deregister
+
+    def noted(region: Region, native: object) -> None:
+        states.append(int(beacon._words[4]))
+        deregister(region, native)
+
+    transport._ledger._deregister = transport._deregister = noted  # type: ignore[method-assign]
+    transport.close()
+    assert states == [2]
+    with pytest.raises(TransportError, match="is closed"):
+        transport.allocate(64)
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.open("/dev/null", os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in held:
+            os.close(fd)
+
+
+def test_want_of_descriptors_is_an_error_of_ours_and_blames_no_peer():
+    with PeerProcess("memory") as process, open_transport("memory") as transport:
+        endpoint, _ = process.serve(NBYTES, 1)
+        with no_descriptors():
+            with pytest.raises(RegistrationError, match="Too many open files"):
+                transport.allocate(64)
+            with pytest.raises(TransportError, match="Too many open files") as caught:
+                transport.connect(endpoint, timeout_s=5.0, name="peer")
+            assert not isinstance(caught.value, PeerError)
+            with pytest.raises(TransportError, match="Too many open files"):
+                open_transport("memory")
+        transport.connect(endpoint, timeout_s=5.0, name="peer")
+
+
+def test_memory_is_allocated_and_registered_by_several_threads():
+    """A weak set that grows while it is looked through is an error."""
+    with open_transport("memory") as transport:
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        failed: list[BaseException] = []
+
+        def allocate() -> None:
+            try:
+                for _ in range(300):
+                    allocation = transport.allocate(64)
+                    transport.register([allocation.region]).close()
+            except BaseException as error:
+                failed.append(error)
+
+        try:
+            threads = [threading.Thread(target=allocate) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(50)
+        finally:
+            sys.setswitchinterval(before)
+        assert failed == []
+
+
+def test_a_name_is_a_string(backend):
+    with open_transport(backend) as transport, pytest.raises(TypeError, match="name is int"):
+        transport.connect(b"", timeout_s=1.0, name=5)  # type: ignore[arg-type]
+
+
+def test_destination_pages_are_there_after_registration(backend):
+    """Registration touches what nobody has touched, without changing it."""
+    import mmap
+
+    n_pages = 64
+    fresh = mmap.mmap(-1, n_pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    fresh.madvise(mmap.MADV_NOHUGEPAGE)
+    array = np.frombuffer(fresh, np.uint8)
+    assert resident(array) == 0
+    with open_transport(backend) as transport:
+        transport.register([Region.of(array)])
+        assert resident(array) == n_pages
+    assert not array.any()
+    assert resident(allocate_pages(4 * mmap.PAGESIZE)) == 4
+
+
+def resident(array: np.ndarray) -> int:
+    """Return how many pages of an array are there, from the page map (bit 63: present)."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    first, n_pages = int(array.ctypes.data) // page, array.nbytes // page
+    with open("/proc/self/pagemap", "rb") as file:
+        file.seek(first * 8)
+        entries = np.frombuffer(file.read(n_pages * 8), np.uint64)
+    return int((entries >> np.uint64(63)).sum())
