@@ -268,6 +268,25 @@ def test_an_abort_that_is_not_done_yet_is_asked_again_and_holds_no_lock(monkeypa
     transport.close()
 
 
+def test_a_peer_that_fails_while_its_list_is_built_leaves_no_native_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A native list that nobody frees keeps its agent, and with it every later quarantine."""
+    transport = ScriptedTransport("agent")
+    setting = Setting(transport)
+    build = transport._build
+
+    def failing(peer: ConnectedPeer, work: Work) -> list[Scripted]:
+        built = build(peer, work)
+        peer.failed = "meanwhile"
+        return built
+
+    monkeypatch.setattr(transport, "_build", failing)
+    with raises(PeerError):
+        setting.list(setting.sick, 0)
+    transport.close()
+    assert transport.closed_slices == transport.built
+    assert transport.registered == []
+
+
 def test_healthy_peers_drain_before_the_agent_is_destroyed() -> None:
     transport = ScriptedTransport("agent")
     setting = Setting(transport)

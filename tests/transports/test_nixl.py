@@ -107,6 +107,37 @@ class TestNixl(TransportContract):
         finally:
             transport.close()
 
+    def test_lists_are_prepared_once_and_strided_rows_stay_strided(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """NIXL takes (N, 5) rows at a thousandth of the cost of their runs, and a prepared request again and again."""
+        from nixl_cu12 import nixl_agent
+
+        shapes: list[tuple[int, ...]] = []
+        requests: list[int] = []
+        prep, make = nixl_agent.prep_xfer_dlist, nixl_agent.make_prepped_xfer
+
+        def preparing(agent, name, descriptors, *more):  # type: ignore[no-untyped-def]
+            shapes.append(descriptors.shape)
+            return prep(agent, name, descriptors, *more)
+
+        def making(agent, *arguments):  # type: ignore[no-untyped-def]
+            requests.append(len(arguments[2]))
+            return make(agent, *arguments)
+
+        with self.reader() as reader:
+            monkeypatch.setattr(nixl_agent, "prep_xfer_dlist", preparing)
+            monkeypatch.setattr(nixl_agent, "make_prepped_xfer", making)
+            local, remote = rows(reader.address, 64, 64, 1000), rows(self.remote, 64, 128, 1000)
+            prepared = reader.transport.prepare(reader.peer, local, remote)
+            assert shapes == [(1, 5), (1, 5)]
+            assert requests == [1000]
+            for _ in range(3):
+                reader.target.array[:] = 0
+                read(reader.transport, [prepared], timeout_s=5.0)
+                expected = self.data[: 128 * 1000].reshape(1000, 128)[:, :64]
+                assert np.array_equal(reader.target.array[: 64 * 1000].reshape(1000, 64), expected)
+            assert len(shapes) == 2
+            assert len(requests) == 1
+
     def test_a_forged_blob_of_another_agent_is_refused(self) -> None:
         """A valid blob of one agent under the incarnation of another."""
         true = decode_endpoint(self.endpoint)

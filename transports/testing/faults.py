@@ -127,6 +127,8 @@ class FaultContract(ContractBase):
             assert error.failures["peer-1"] != "done"
             for at in (0, 2):
                 assert np.array_equal(target.array[at * MIB : (at + 1) * MIB], pattern(MIB, at))
+            transport.wait_quarantine(timeout_s=10.0)
+            self.still_reads(transport)
 
     def test_peer_restarted(self) -> None:
         with self.start() as process:
@@ -170,6 +172,7 @@ class FaultContract(ContractBase):
                         assert np.array_equal(reader.target.array, pattern(LARGE_BYTES, 1))
                     process.answer()
                     reader.transport.wait_quarantine(timeout_s=10.0)
+                    self.still_reads(reader.transport)
                 assert process.close() == 0
 
     def test_a_reader_killed_in_mid_read_leaves_the_peer_whole(self) -> None:
