@@ -38,7 +38,7 @@ from reshard.refit.reader import Reader
 from reshard.refit.records import StagesRecord
 from reshard.refit.report import RefitReport
 from reshard.refit.retry import RetryPolicy, policy_of
-from reshard.refit.verify import Mode
+from reshard.refit.verify import Mode, check_mode
 from reshard.refit.workbench import BenchSettings, InstallMode, Workbench
 from reshard.rendezvous.types import VersionKey, WorkerInfo
 
@@ -136,8 +136,6 @@ class Receiver:
         self.allow_unconsumed = names_of(allow_unconsumed, "allow_unconsumed")
         if member not in self.members or len(set(self.members)) != len(self.members):
             raise RefitError(f"member {member!r} must be one of the distinct members {list(self.members)}")
-        if verify not in ("off", "sample", "full"):
-            raise ValueError(f"verify={verify!r}: expected 'off', 'sample' or 'full'")
         mode: InstallMode = install if install is not None else preferred_mode(engine)
         if mode not in ("shadow", "stream") or lease not in ("keep", "none"):
             raise ValueError(f"install={mode!r}, lease={lease!r}: expected 'shadow' or 'stream', and 'keep' or 'none'")
@@ -151,7 +149,6 @@ class Receiver:
         self.options = options if options is not None else PlanOptions(receiver_host=self._host)
         self.install_mode: InstallMode = mode
         self.lease = lease
-        self.verify: Mode = verify
         self.require_verified = require_verified
         self.lease_ttl_s, self.transaction_timeout_s = lease_ttl_s, transaction_timeout_s
         self._retry = retry
@@ -178,7 +175,7 @@ class Receiver:
                 Gate(require_full_coverage, coverage_floor),
                 mode,
                 stream_bytes,
-                verify,
+                check_mode(verify),
                 cut_hints,
             ),
         )
@@ -196,6 +193,21 @@ class Receiver:
         self._before_doubt: ServingState = "empty"
         self._served: VersionKey | None = None
         self._closed = False
+
+    @property
+    def verify(self) -> Mode:
+        """``off``, ``sample`` or ``full``; may be changed between refits. From ``off``, the next one plans anew."""
+        return self.bench.settings.verify
+
+    @verify.setter
+    def verify(self, mode: Mode) -> None:
+        check_mode(mode)
+        if not self._busy.acquire(blocking=False):
+            raise RefitError(f"member {self.member!r}: verify={mode!r} came during a refit; set it between two")
+        try:
+            self.bench.set_verify(mode)
+        finally:
+            self._busy.release()
 
     # -- public calls
 

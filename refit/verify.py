@@ -10,7 +10,7 @@ import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +24,20 @@ from reshard.refit.errors import UnverifiedError, VerificationError
 if TYPE_CHECKING:
     from reshard.refit.devices import Memory
 
-__all__ = ["Mode", "Verifier"]
+__all__ = ["Mode", "Verifier", "check_mode"]
 
 U8 = npt.NDArray[np.uint8]
 U64 = npt.NDArray[np.uint64]
 Int64 = npt.NDArray[np.int64]
 Mode = Literal["off", "sample", "full"]
+
+
+def check_mode(mode: str) -> Mode:
+    """Return ``mode``, or raise ValueError for what is none."""
+    if mode not in ("off", "sample", "full"):
+        raise ValueError(f"verify={mode!r}: expected 'off', 'sample' or 'full'")
+    return cast(Mode, mode)
+
 
 _SAMPLE_OF = 16
 _SHOWN = 8

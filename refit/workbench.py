@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from reshard.planner.cuts import cuts
@@ -326,6 +326,15 @@ class Workbench:
             self.on_overwrite(arena, deadline)
         if self.reader.served is arena:
             self.reader.served = None
+
+    def set_verify(self, mode: Mode) -> None:
+        """Take another mode of verification; what was planned without cells is planned anew when they are asked for."""
+        before, self.settings = self.settings.verify, replace(self.settings, verify=mode)
+        if self.settings.install_mode == "stream":
+            if mode != before:
+                self.drop_streamer()
+        elif mode != "off" and self.planned is not None and self.checks is None:
+            self.forget()
 
     def forget(self) -> None:
         """Let go of the plan, and of all that belongs to it."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from reshard.planner.errors import require
 from reshard.refit.engines.vllm_replies import read_all_replies
 from reshard.refit.errors import RefitError
+from reshard.refit.verify import check_mode
 
 if TYPE_CHECKING:
     import torch
@@ -80,8 +81,7 @@ class ReshardInitInfo:
     allow_unattributed: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if self.verify not in ("off", "sample", "full"):
-            raise ValueError(f"verify={self.verify!r}: expected 'off', 'sample' or 'full'")
+        check_mode(self.verify)
         for name in ("rendezvous", "model", "group"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty")
@@ -225,7 +225,7 @@ def worker_engine_type() -> type[WeightTransferEngine[ReshardInitInfo, ReshardUp
                     require_full_coverage=init_info.require_full_coverage,
                     coverage_floor=init_info.coverage_floor,
                     allow_unconsumed=init_info.allow_unconsumed,
-                    verify=init_info.verify,  # type: ignore[arg-type]
+                    verify=check_mode(init_info.verify),
                     require_verified=init_info.require_verified,
                 )
             except BaseException:

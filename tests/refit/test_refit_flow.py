@@ -561,3 +561,21 @@ def test_settings_are_checked() -> None:
             cluster.publisher(0)
         with pytest.raises(RefitError, match="distinct members"):
             cluster.receiver(0)
+
+
+@pytest.mark.parametrize("install", ["shadow", "stream"])
+def test_verification_switched_on_between_refits_verifies(install: str) -> None:
+    with tp_cluster(receiver_settings={"verify": "off", "install": install}) as cluster:
+        cluster.publish(0, weights(0))
+        blind, _ = cluster.refit_ok(0)
+        receiver = cluster.receivers[0]
+        receiver.verify = "full"
+        cluster.publish(1, weights(1))
+        seeing, _ = cluster.refit_ok(1)
+        receiver.verify = "off"
+        cluster.publish(2, weights(2))
+        again, _ = cluster.refit_ok(2)
+        with pytest.raises(ValueError, match="'on': expected 'off', 'sample' or 'full'"):
+            receiver.verify = "on"  # type: ignore[assignment]
+    assert blind.verified.verified_bytes == again.verified.verified_bytes == 0
+    assert seeing.verified.verified_bytes > 0
