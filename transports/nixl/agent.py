@@ -101,7 +101,7 @@ class Agent:
                 capture_telemetry=settings.telemetry,
                 backends=[],
             )
-            with signal_handlers_kept(), library.sleeping_progress():
+            with signal_handlers_kept():
                 agent: nixl_agent = nixl.nixl_agent(name, config)
             if settings.backend not in agent.get_plugin_list():
                 raise TransportUnavailableError(

@@ -11,11 +11,10 @@ import importlib
 import importlib.util
 import logging
 import os
-import threading
 import traceback
 from collections.abc import Iterator
 from functools import cache
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 from reshard.planner.errors import MissingDependencyError
 from reshard.transports.errors import (
@@ -79,40 +78,6 @@ def load() -> ModuleType:
     if not os.environ.get("NIXL_LOG_LEVEL"):
         logging.getLogger("nixl").setLevel(logging.WARNING)
     return module
-
-
-PROGRESS_US = 10_000
-"""How long NIXL's progress thread may sleep where nothing is signalled; events wake it at once."""
-
-_BINDINGS = "nixlBind"
-_constructing = threading.Lock()
-
-
-@contextlib.contextmanager
-def sleeping_progress() -> Iterator[None]:
-    """Let agents that are made meanwhile sleep between events.
-
-    NIXL's Python wrapper writes a delay of 0 into every agent's configuration, with which the progress thread of an
-    idle agent keeps a processor busy for as long as it lives. There is no argument for it, so the wrapper gets a
-    configuration that keeps ours.
-    """
-    api = importlib.import_module(f"{load().__name__}._api")
-    native = getattr(api, _BINDINGS, None)
-    config = getattr(native, "nixlAgentConfig", None)
-    delay = getattr(config, "pthrDelay", None)
-    store = delay.fset if isinstance(delay, property) else None
-    if not isinstance(config, type) or not isinstance(delay, property) or store is None:
-        yield  # another NIXL than we know
-        return
-    kept = property(delay.fget, lambda self, _: store(self, PROGRESS_US))
-    bindings = SimpleNamespace(**vars(native))
-    bindings.nixlAgentConfig = type("SleepingConfig", (config,), {"pthrDelay": kept})
-    with _constructing:
-        setattr(api, _BINDINGS, bindings)
-        try:
-            yield
-        finally:
-            setattr(api, _BINDINGS, native)
 
 
 @cache
