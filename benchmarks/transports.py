@@ -1,8 +1,8 @@
 """What our protocol costs over the native libraries, and how near all of them come to a plain copy.
 
 One reader process (this one) and peers in processes of their own, all on one host; warm pages; medians of five,
-measured in turn (ours, theirs, ours, ...) so that a busy machine slows both.  Pieces are read in a random order of the
-source, so that neither side can merge them.
+measured in turn (ours, theirs, theirs, ours, ...) so that a busy machine slows both.  Pieces are read in a random order
+of the source, so that neither side can merge them.
 
     make bench-transports     or     python -m benchmarks.transports [--mib 1024] [--json FILE] [--no-results]
 
@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from benchmarks.report import Section, write_section
@@ -30,10 +31,13 @@ from benchmarks.report import Section, write_section
 from reshard.transports import Transport, decode_endpoint, open_transport, read
 from reshard.transports.base import Peer, Prepared
 from reshard.transports.identity import ProcessIdentity
+from reshard.transports.lists import ConnectedPeer
 from reshard.transports.peer_process import PeerProcess
 from reshard.transports.regions import U64
 from reshard.transports.registry import probe
 from reshard.transports.testing import rows
+from reshard.transports.ucx.library import load_library
+from reshard.transports.ucx.transport import UcxPeer
 
 KIB, MIB = 1 << 10, 1 << 20
 REPEATS = 5
@@ -78,8 +82,8 @@ def medians(*calls: Callable[[], object]) -> list[Times]:
         call()
     walls: list[list[float]] = [[] for _ in calls]
     cpus: list[list[float]] = [[] for _ in calls]
-    for _ in range(REPEATS):
-        for at, call in enumerate(calls):
+    for repeat in range(REPEATS):
+        for at, call in list(enumerate(calls))[:: -1 if repeat % 2 else 1]:
             start, used = time.perf_counter(), time.process_time()
             call()
             cpus[at].append(time.process_time() - used)
@@ -147,6 +151,38 @@ class BareNixl:
         return run
 
 
+class BareUcx:
+    """Single reads by UCX's own calls on connections of ours: post all, progress each until it has ended."""
+
+    def __init__(self) -> None:
+        self.ucp: Any = load_library().ucp
+        self.ffi = load_library().ffi
+
+    def connect(self, peer: Peer, local: U64, remote: U64) -> tuple[object, ...]:
+        assert isinstance(peer, ConnectedPeer)
+        native = peer.native
+        assert isinstance(native, UcxPeer)
+        params = self.ffi.new("ucp_request_param_t *")
+        pointers = [self.ffi.cast("void *", int(row[0, 0])) for row in (local, remote)]
+        key = self.ffi.cast("void *", int(native.keys(np.zeros(1, np.intp))[0]))
+        return native.lane._worker.handle, native.lane._endpoint_at, *pointers, int(local[0, 1]), key, params
+
+    def read(self, prepared: Sequence[tuple[object, ...]]) -> Callable[[], None]:
+        get, progress, check = self.ucp.ucp_get_nbx, self.ucp.ucp_worker_progress, self.ucp.ucp_request_check_status
+
+        def run() -> None:
+            active = []
+            for worker, endpoint, local, remote, nbytes, key, params in prepared:
+                if request := get(endpoint, local, nbytes, remote, key, params):
+                    active.append((worker, request))
+            for worker, request in active:
+                while check(request) == 1:
+                    progress(worker)
+                self.ucp.ucp_request_free(request)
+
+        return run
+
+
 def rate(what: str, ours: Times, theirs: Times, size: float, floor: float, whom: str) -> Line:
     """Compare two rates; ``size`` in 10**9 bytes."""
     return Line(
@@ -173,17 +209,22 @@ def against_nixl(bench: Bench, lines: list[Line]) -> None:
     lines.append(
         Line(what, ours.wall * 1e3, theirs.wall * 1e3, "ms", "<= 1.05 of bare", ratio <= 1.05, theirs.cpu / ours.cpu)
     )
+    sixteen_peers(bench, bare, lines)
+    preparing(bench, bare.prepare, lines)
+
+
+def sixteen_peers(bench: Bench, bare: BareNixl | BareUcx, lines: list[Line]) -> None:
+    """One small row from each of 16 connections: nothing but the cost of posting and waiting."""
     lists, bares = [], []
     peers = [bench.transport.connect(bench.endpoint, timeout_s=20.0, name=f"peer-{at}") for at in range(16)]
     for at, peer in enumerate(peers):
         local, remote = rows(bench.target.region.address + at * 4096, 256), rows(bench.remote + at * 4096, 256)
         lists.append(bench.transport.prepare(peer, local, remote))
-        bares.append(bare.prepare(local, remote))
+        bares.append(bare.prepare(local, remote) if isinstance(bare, BareNixl) else bare.connect(peer, local, remote))
     ours, theirs = medians(*(repeated(call, 50) for call in (bench.read(lists), bare.read(bares))))
     us = [times.wall / 50 * 1e6 for times in (ours, theirs)]
-    what = "nixl: re-post and wait, 16 peers, one small row each"
+    what = f"{bench.transport.name}: re-post and wait, 16 peers, one small row each"
     lines.append(Line(what, us[0], us[1], "us", "< bare + 100 us", us[0] - us[1] < 100, theirs.cpu / ours.cpu))
-    preparing(bench, bare.prepare, lines)
 
 
 def preparing(bench: Bench, native: Callable[[U64, U64], object], lines: list[Line]) -> None:
@@ -265,6 +306,7 @@ def ucx(nbytes: int, lines: list[Line]) -> None:
             ours, theirs = medians(*calls)
             size = n * piece / 1e9
             lines.append(rate(f"ucx: {piece // KIB} KiB pieces, against nixl", ours, theirs, size, target, "nixl"))
+        sixteen_peers(one, BareUcx(), lines)
     finally:
         one.close()
         other.close()
