@@ -9,15 +9,14 @@ __all__ = ["orphaned_segments", "segments"]
 
 
 def segments() -> set[str]:
-    """Names of the shared-memory segments that there are."""
-    return {entry.name for entry in Path("/dev/shm").iterdir()}
+    """Names of the shared-memory segments that there are; semaphores of multiprocessing are never ours."""
+    return {entry.name for entry in Path("/dev/shm").iterdir() if not entry.name.startswith("sem.mp-")}
 
 
 def orphaned_segments(before: set[str]) -> set[str]:
     """Segments that were not there before and that no living process has mapped, a second later still.
 
-    A second, because others on this machine make segments and semaphores too, and are for a moment between making one
-    and mapping or unlinking it.
+    A second, because others on this machine make segments too, and are for a moment between making one and mapping it.
     """
     new = _unmapped(segments() - before)
     if new:
