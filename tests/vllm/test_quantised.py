@@ -10,25 +10,21 @@ import pytest
 from tests.vllm.conftest import TRANSPORT, Site, all_ask, answer
 from tests.vllm.models import config_of
 
-INT8 = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False},
-            "input_activations": {
-                "num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True,
-            },
-        }
-    },
-}  # fmt: skip
-"""Weights in int8 with a scale for each row, activations in int8 with a scale for each token."""
+
+def scheme(kind: str, form: str) -> dict[str, Any]:
+    """A scale for each row of a weight, and one for each token of the activations."""
+    how = {"num_bits": 8, "type": kind, "symmetric": True}
+    weights = how | {"strategy": "channel", "dynamic": False}
+    activations = how | {"strategy": "token", "dynamic": True}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}}
+    return {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"], "config_groups": groups}
 
 
-def checkpoint(folder: Path, seed: int) -> dict[str, Any]:
-    """A Llama in int8: saved, and its tensors."""
+SCHEMES = {"int8": scheme("int", "int-quantized"), "fp8": scheme("float", "float-quantized")}
+
+
+def checkpoint(folder: Path, kind: str, seed: int) -> dict[str, Any]:
+    """A Llama in int8 or fp8: saved, and its tensors."""
     import torch
     import transformers
     from safetensors.torch import save_file
@@ -41,24 +37,30 @@ def checkpoint(folder: Path, seed: int) -> dict[str, Any]:
         if "_proj" not in name:
             tensors[name] = tensor.to(torch.bfloat16)
             continue
-        scale = tensor.abs().amax(dim=1, keepdim=True) / 127
-        tensors[name] = torch.round(tensor / scale).to(torch.int8)
+        largest = tensor.abs().amax(dim=1, keepdim=True)
+        if kind == "int8":
+            scale = largest / 127
+            tensors[name] = torch.round(tensor / scale).to(torch.int8)
+        else:
+            scale = largest / torch.finfo(torch.float8_e4m3fn).max
+            tensors[name] = (tensor / scale).to(torch.float8_e4m3fn)
         tensors[f"{name}_scale"] = scale.to(torch.bfloat16)
     folder.mkdir()
     save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
     config.architectures = ["LlamaForCausalLM"]
-    (folder / "config.json").write_text(json.dumps(config.to_dict() | {"quantization_config": INT8}))
+    (folder / "config.json").write_text(json.dumps(config.to_dict() | {"quantization_config": SCHEMES[kind]}))
     return tensors
 
 
 @pytest.mark.timeout(300)
-def test_int8_with_scales_is_refitted(site: Site) -> None:
+@pytest.mark.parametrize("kind", SCHEMES)
+def test_quantised_weights_with_scales_are_refitted(site: Site, kind: str) -> None:
     from reshard.refit.publisher import Publisher
     from reshard.refit.tensors import LocalTensor
     from reshard.rendezvous import Rendezvous
     from reshard.transports import open_transport
 
-    checkpoint(site.folder / "first", 1)
+    checkpoint(site.folder / "first", kind, 1)
     engine = site.engine(site.folder / "first", refits=True)
     said = [answer(engine)]
     with (
@@ -66,10 +68,10 @@ def test_int8_with_scales_is_refitted(site: Site) -> None:
         open_transport(TRANSPORT) as wire,
         Publisher(wire, service, model="policy", slot="all", slots=["all"]) as publisher,
     ):
-        epoch = publisher.open_epoch("int8")
+        epoch = publisher.open_epoch(kind)
         engine.ask("init", info=site.info())
         for step in (1, 2):
-            tensors = checkpoint(site.folder / f"step-{step}", 1 + step)
+            tensors = checkpoint(site.folder / f"step-{step}", kind, 1 + step)
             publisher.publish(
                 epoch=epoch,
                 step=step,
