@@ -89,7 +89,7 @@ def join(view: View, wish: Join) -> Granted | Pending | AbortedError:
     """Join the group's transaction, opening it if there is none, and take a lease on its version.
 
     A member that comes after the group's transaction was aborted without it hears of that, once, instead of opening
-    another that those who know of the abort may never join.
+    another that those who know of the abort may never join; not so one that asks for another version's number.
 
     Returns
     -------
@@ -144,12 +144,17 @@ def join(view: View, wish: Join) -> Granted | Pending | AbortedError:
 def _missed_abort(view: View, wish: Join, group: Group) -> Transaction | None:
     """Return the group's last transaction if it was aborted while this member was on its way to it."""
     txn = view.get(transaction_key(group.history[-1]), watch=False) if group.history else None
-    if txn is None or txn.decision is not Decision.ABORT or wish.member not in txn.members:
+    if txn is None or txn.decision is not Decision.ABORT or wish.member not in txn.members or not _may_mean(wish, txn):
         return None
     if group.joined.get(wish.member, 0) >= txn.seq or view.now >= txn.deadline:
         return None
     worker = require_worker(view, wish.worker_id)
     return txn if worker.registered_at <= txn.decided_at else None
+
+
+def _may_mean(wish: Join, txn: Transaction) -> bool:
+    """Whether a member that wishes so may be on its way to this transaction's version."""
+    return wish.step is None or (wish.step == txn.key.step and wish.epoch in (None, txn.key.epoch))
 
 
 def _join_open(view: View, wish: Join, txn: Transaction) -> Granted | Pending | None:
@@ -161,10 +166,7 @@ def _join_open(view: View, wish: Join, txn: Transaction) -> Granted | Pending | 
             f"group {wish.group!r} is in transaction {txn.id} with members {list(txn.members)[:16]}, "
             f"got {list(wish.members)[:16]}; members are fixed while a transaction is open"
         )
-    if wish.step is not None and (wish.step, wish.epoch) not in {
-        (txn.key.step, None),
-        (txn.key.step, txn.key.epoch),
-    }:
+    if not _may_mean(wish, txn):
         raise TransactionError(
             f"group {wish.group!r} is in a transaction to {txn.key}; {wish.member!r} asks for step {wish.step}"
         )

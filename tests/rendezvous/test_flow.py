@@ -440,6 +440,18 @@ def test_a_late_member_hears_of_the_abort_once(rdv: Rendezvous) -> None:
     assert wait(rdv, "r1", reborn).transaction not in (first, second), "it had joined; and a new life knows nothing"
 
 
+def test_a_member_that_asks_for_another_step_does_not_hear_of_an_abort(rdv: Rendezvous) -> None:
+    trainers = {"t0": trainer(rdv, "t0")}
+    publish(rdv, 1, trainers)
+    receivers = {name: receiver(rdv, name) for name in ("r0", "r1")}
+    first = wait(rdv, "r0", receivers["r0"], want=1).transaction
+    assert rdv.vote(first, "r0", False, reason="no room", timeout_s=30.0).decision is Decision.ABORT
+    publish(rdv, 2, trainers)
+    second = wait(rdv, "r1", receivers["r1"], want=2)
+    assert second.version.step == 2
+    assert wait(rdv, "r0", receivers["r0"], want=2).transaction == second.transaction != first
+
+
 def test_deadline_of_a_transaction(rdv: Rendezvous) -> None:
     publish(rdv, 1, {"t0": trainer(rdv, "t0")})
     receivers = {name: receiver(rdv, name) for name in ("r0", "r1")}
