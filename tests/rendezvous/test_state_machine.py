@@ -611,6 +611,8 @@ class RendezvousMachine(RuleBasedStateMachine):
         *_, last = [None, *(txn for txn in self.transactions.values() if txn.group == wish.group)]
         if last is None or last.decision is not Decision.ABORT or self.now >= last.deadline:
             return None
+        if wish.step is not None and wish.step != self.versions[last.uid].key[1]:
+            return None  # it was on its way to another version
         late = self.last_joined.get((wish.group, wish.member), 0) < last.seq
         return last if late and self.workers[wish.worker_id].registered_at <= last.decided_at else None
 
