@@ -6,6 +6,7 @@ that the caller gives overrides both.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -45,9 +46,9 @@ class RetryPolicy:
     attempts
         Tries in all, 1 or more.
     backoff_s, factor, max_backoff_s
-        The pause before the second try, what it grows by, and where it stops growing.
+        The pause before the second try, what it grows by (1 or more), and where it stops growing; seconds.
     deadline_s
-        No try begins later than this, counted from the first; 0 leaves it to the call's own deadline.
+        No try begins later than this many seconds after the first; 0 leaves it to the call's own deadline.
     """
 
     attempts: int = 3
@@ -58,8 +59,9 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         pauses = (self.backoff_s, self.max_backoff_s, self.deadline_s)
-        if self.attempts < 1 or min(pauses) < 0 or self.factor < 1:
-            raise ValueError(f"{self}: expected attempts >= 1, pauses and deadline >= 0 and a factor >= 1")
+        finite = all(math.isfinite(value) for value in (*pauses, self.factor))
+        if not finite or self.attempts < 1 or min(pauses) < 0 or self.factor < 1:
+            raise ValueError(f"{self}: expected attempts >= 1, finite pauses and deadline >= 0, a finite factor >= 1")
 
     def run(
         self,

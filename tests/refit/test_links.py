@@ -240,3 +240,10 @@ def test_the_suggestion_travels_from_a_real_service() -> None:
         assert receiver.retry == RetryPolicy(4, 0.125, 1.5, 1.0, 20.0) == receiver.reader.links.retry
         receiver.close()
         client.close()
+
+
+@pytest.mark.parametrize("name", ["backoff_s", "factor", "max_backoff_s", "deadline_s"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_a_retry_policy_is_finite(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match="expected attempts >= 1, finite pauses"):
+        RetryPolicy(**{name: value})  # type: ignore[arg-type]
