@@ -61,6 +61,8 @@ def check_timeout(timeout_s: float, name: str = "timeout_s") -> float:
     ValueError
         For 0, negative, infinite and NaN.
     """
+    if type(timeout_s) is float and 0.0 < timeout_s < math.inf:
+        return timeout_s
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
         raise ValueError(f"{name}: got {timeout_s!r}, expected a finite number of seconds over 0")
     if not math.isfinite(timeout_s) or timeout_s <= 0:

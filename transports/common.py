@@ -148,7 +148,7 @@ class CommonTransport(Holding):
 
     def _ended(self, transfer: ListTransfer) -> None:
         """Take note that nothing of a transfer is in flight any more; called by the thread that drove it."""
-        with self._moved:
+        with self._lock:
             prepared = transfer.prepared
             self._active.discard(transfer)
             if transfer.state == "abandoned":

@@ -39,7 +39,11 @@ def stats(transfers: Sequence[ListTransfer]) -> TransferStats:
         nbytes += prepared.nbytes
         n_descriptors += prepared.n_descriptors
         began, ended = min(began, transfer.began), max(ended, transfer.ended)
-        groups.setdefault(prepared.peer.name, []).append(transfer)
+        name = prepared.peer.name
+        if name in groups:
+            groups[name].append(transfer)
+        else:
+            groups[name] = [transfer]
     per_peer = {name: _peer_stats(group) for name, group in groups.items()}
     return TransferStats(nbytes, ended - began, n_descriptors, per_peer)
 

@@ -167,13 +167,13 @@ class ListTransfer:
 
     def step(self) -> bool:
         """Do one bounded piece of work; return whether anything moved."""
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(False):
             return False
         try:
             if self.quiet:
                 return False
-            moved = self._pass_gate() if self._gate_state != "open" else self._advance()
-            if self._over():
+            moved = self._advance() if self._gate_state == "open" else self._pass_gate()
+            if not self._flying and self._over():
                 self.quiet = True
                 self.ended = time.monotonic()
                 self._on_end(self)
@@ -183,13 +183,12 @@ class ListTransfer:
             self._lock.release()
 
     def _over(self) -> bool:
-        if self.quiet or self._flying or self._gate_state == "asked":
+        """Whether all is done, or nothing more will be; asked while nothing is in flight."""
+        if self.quiet:  # retired meanwhile
             return False
-        return (
-            self._cancelled
-            or self.error is not None
-            or (self._gate_state == "open" and self.posted == len(self._slices))
-        )
+        if self._gate_state == "open" and self.posted == len(self._slices):
+            return True
+        return self._gate_state != "asked" and (self._cancelled or self.error is not None)
 
     def _pass_gate(self) -> bool:
         try:
@@ -211,11 +210,13 @@ class ListTransfer:
 
     def _advance(self) -> bool:
         moved = False
-        wanted = not self._cancelled and self.error is None and self.posted < len(self._slices)
+        wanted = self.posted < len(self._slices) and not self._cancelled and self.error is None
         if wanted and len(self._flying) < IN_FLIGHT:
             moved = True
             self._post(self._slices[self.posted])
-        for piece in list(self._flying) if self._flying else ():
+        if not self._flying:
+            return moved
+        for piece in list(self._flying):
             try:
                 if not piece.poll():
                     moved |= piece.moved

@@ -41,7 +41,7 @@ class PeerWatch:
         If the process is gone or another one by now, or its beacon disagrees.
     """
 
-    __slots__ = ("__weakref__", "_close", "_endpoint", "_healthy", "_page", "_peer", "_process", "pid")
+    __slots__ = ("__weakref__", "_close", "_endpoint", "_head", "_healthy", "_page", "_peer", "_process", "pid")
 
     def __init__(self, peer: str, endpoint: Endpoint, identity: ProcessIdentity, control: int) -> None:
         self._peer = peer
@@ -58,6 +58,7 @@ class PeerWatch:
         try:
             identity.check(peer)  # only now that the descriptor holds the process, whichever it is
             self._page: npt.NDArray[np.uint8] = map_from(identity.pid, control, BEACON_BYTES, peer)
+            self._head = self._page.data[: len(self._healthy)]
             self.check()
         except BaseException:
             self.close()
@@ -67,7 +68,7 @@ class PeerWatch:
         """Raise `PeerError` if the peer has exited, closed, or withdrawn regions."""
         if self._process < 0 or self._exited():
             raise PeerError(f"peer {self._peer!r}: process {self.pid} has exited", peer=self._peer)
-        if not self._page.tobytes().startswith(self._healthy):
+        if self._head.tobytes() != self._healthy:
             check_beacon(self._page, self._endpoint, self._peer)
 
     def _exited(self) -> bool:

@@ -73,8 +73,12 @@ def test_each_get_says_what_memory_it_fills(connected, memory, number, n):
     assert posted == [(number, 0x77)] * n
 
 
-def test_a_connection_is_dead_after_any_error(connected):
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_connection_is_dead_after_any_error(connected, n):
     reader, peer, prepared = connected
+    if n == 1:
+        to, of = prepared.destinations[0].address, int(peer.endpoint.regions.address[0])
+        prepared = reader.prepare(peer, rows(to, 10), rows(of, 10))
     assert isinstance(peer, ConnectedPeer)
     assert isinstance(peer.native, UcxPeer)
     lane = peer.native.lane
@@ -91,11 +95,35 @@ def test_a_connection_is_dead_after_any_error(connected):
     assert n_calls
     assert not lane.alive
     assert lane.settled
-    for use in (lambda: lane.drive(SimpleNamespace(moved=False), 0.01, 0.0), lane.transports, lambda: lane.unpack(b"")):
+
+    def drive(size: int) -> bool:
+        return lane.drive(SimpleNamespace(moved=False, size=size, next=0), 0.01, 0.0)
+
+    for use in (lambda: drive(1), lambda: drive(2), lane.transports, lambda: lane.unpack(b"")):
         with pytest.raises(PeerError, match=r"died before.*status -4"):
             use()
     assert len(calls) == n_calls
     assert reader.quarantined() == ()
+
+
+@pytest.mark.parametrize("late", [0, 3, 4, 100])
+def test_a_single_get_that_does_not_land_at_once_is_driven_to_its_end(connected, late):
+    """Its short path gives up after a few calls of the progress function; nothing is lost or posted twice by that."""
+    reader, peer, _ = connected
+    target = reader.allocate(100)
+    reader.register([target.region])
+    served = int(peer.endpoint.regions.address[0])
+    prepared = reader.prepare(peer, rows(target.region.address, 100), rows(served + 50, 100))
+    lane = peer.native.lane
+    progress, get = lane._progress, lane._ring._get
+    idle, calls = iter(range(late)), []
+    lane._progress = lambda worker: 0 if next(idle, None) is not None else progress(worker)
+    lane._ring._get = lambda *arguments: calls.append(arguments) or get(*arguments)
+    assert read(reader, [prepared], timeout_s=5).bytes == 100
+    assert (target.array[:100] == 7).all()
+    assert len(calls) == 1
+    assert lane._ring.n_busy() == 0
+    assert lane._ring.n_free == 4
 
 
 def test_one_library_chosen_in_two_ways_serves_two_transports():

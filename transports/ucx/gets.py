@@ -82,8 +82,8 @@ class Gets:
             raise TransferError(f"{len(self.chunks)} chunks of these gets are in flight already")
         self.next = 0
 
-    def post_next(self, ring: RequestRing, endpoint: object) -> None:
-        """Post the next chunk; the ring must have a free one."""
+    def post_next(self, ring: RequestRing, endpoint: object) -> int:
+        """Post the next chunk and return its number; the ring must have a free one."""
         if self._single is not None:
             chunk = ring.post_one(endpoint, *self._single, self._key, self._memory_type)
             self.next = 1
@@ -95,3 +95,4 @@ class Gets:
             chunk = ring.post(endpoint, columns, memh, key, self._memory_type)
             self.next = at.stop
         self.chunks.append(chunk)
+        return chunk

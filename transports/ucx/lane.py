@@ -31,6 +31,8 @@ _log = logging.getLogger(__name__)
 _PEER_GONE = frozenset({-6, -16, -20, -23, -24, -25, *range(-59, -39), *range(-89, -59)})
 """UNREACHABLE, CANCELED, TIMED_OUT, REJECTED, NOT_CONNECTED, CONNECTION_RESET, link and endpoint failures."""
 _SPIN = 16
+_SHORT = 4
+"""Calls of the progress function that a list of one get may take before it is driven as others are."""
 _BURST = 16
 """Calls of the progress function between two looks at what has ended."""
 _NAP_S = 0.01
@@ -92,6 +94,7 @@ class Lane:
         self._ending_since = 0.0
         self._told = False
         self._worker = Worker(context)
+        self._progress = self.library.ucp.ucp_worker_progress
         self._ring = RequestRing(self.library, context.request_bytes)
         self._callbacks = callbacks_of(self.library)
         self._token = self._callbacks.new_token()
@@ -172,8 +175,11 @@ class Lane:
         PeerError
             If the peer is gone, or the lane was aborted or died before.
         """
+        gets.moved = False
+        if gets.size == 1 and not gets.next and self._get_one(gets):
+            return True
         stop = time.monotonic() + busy_s
-        gets.moved, idle, slept = False, 0, idle_s <= 0
+        idle, slept = 0, idle_s <= 0
         while True:
             self._enter()
             try:
@@ -219,7 +225,7 @@ class Lane:
     @property
     def alive(self) -> bool:
         """Whether gets can be posted."""
-        return self._death is None and not self._closing and bool(self._endpoint)
+        return self._death is None and not self._closing and self._endpoint != 0
 
     def transports(self) -> tuple[tuple[str, str], ...]:
         """Return the (transport, device) pairs that the endpoint uses, such as ``("cma", "memory")``."""
@@ -248,6 +254,36 @@ class Lane:
         while not self._lock.acquire(timeout=_NAP_S):
             self._require_alive()
 
+    def _get_one(self, gets: Gets) -> bool:
+        """Read a list of one get as long as nothing hinders it; return whether it has landed, else go on with `drive`.
+
+        Kept short: it is what a refit costs for each peer that has one small list.
+        """
+        ring = self._ring
+        if not self._lock.acquire(False):
+            return False
+        try:
+            if not self.alive or not ring.n_free:
+                return False
+            chunk = gets.post_next(ring, self._endpoint_at)
+            gets.moved = True
+            for _ in range(_SHORT):
+                self._progress(self._worker.handle)
+                if not ring.in_flight(chunk):
+                    gets.chunks.clear()
+                    self._check(ring.release(chunk))
+                    return True
+            return False
+        finally:
+            self._lock.release()
+
+    def _check(self, worst: int) -> None:
+        """Let the lane die of a get that failed, or of its endpoint."""
+        if worst < d.OK:
+            self._die(worst, "ucp_get_nbx")
+        if failed := self._callbacks.failure(self._token):
+            self._die(failed, "endpoint")
+
     def _round(self, gets: Gets, stop: float) -> tuple[bool, bool]:
         """Post what fits, progress, harvest; return (all landed, something moved)."""
         ring, moved = self._ring, False
@@ -255,7 +291,7 @@ class Lane:
             gets.post_next(ring, self._endpoint_at)
             moved = True
         for _ in range(_BURST):
-            if not self._worker.progress():
+            if not self._progress(self._worker.handle):
                 break
             moved = True
             if not gets.chunks or not ring.in_flight(gets.chunks[0]) or time.monotonic() >= stop:
@@ -263,12 +299,8 @@ class Lane:
         for chunk in [c for c in gets.chunks if not ring.in_flight(c)]:
             gets.chunks.remove(chunk)
             moved = True
-            worst = ring.release(chunk)
-            if worst < d.OK:
-                self._die(worst, "ucp_get_nbx")
-        failed = self._callbacks.failure(self._token)
-        if failed:
-            self._die(failed, "endpoint")
+            self._check(ring.release(chunk))
+        self._check(d.OK)
         return gets.next == gets.size and not gets.chunks, moved
 
     def _create_endpoint(self, address: bytes) -> int:

@@ -45,7 +45,8 @@ from reshard.transports.ucx.gets import Gets
 from reshard.transports.ucx.lane import Lane, all_settled
 from reshard.transports.ucx.library import load_library
 from reshard.transports.ucx.payload import UcxAddress, decode_address, encode_address
-from reshard.transports.ucx.worker import ServingThread, Worker
+from reshard.transports.ucx.serving import ServingThread
+from reshard.transports.ucx.worker import Worker
 from reshard.transports.watch import PeerWatch
 
 _log = logging.getLogger(__name__)
@@ -125,6 +126,7 @@ class UcxTransport(CommonTransport):
             self._beacon_map = self._context.map(Region.of(self._beacon_page.array))
             undo.callback(self._context.unmap, self._beacon_map)
             self._server = ServingThread(self._serving)
+            self._server.serve(Region.of(self._beacon_page.array))
             undo.pop_all()
 
     @staticmethod
@@ -145,9 +147,12 @@ class UcxTransport(CommonTransport):
         return Allocation(array, Region(int(array.ctypes.data), nbytes, "dram", 0, array))
 
     def _register(self, region: Region) -> MappedMemory:
-        return self._context.map(region)
+        mapped = self._context.map(region)
+        self._server.serve(region)
+        return mapped
 
     def _deregister(self, region: Region, native: object) -> None:
+        self._server.withdraw(region)
         self._context.unmap(cast(MappedMemory, native))
 
     def _payload(self) -> bytes:
@@ -255,7 +260,7 @@ class GetSlice:
 
     def post(self) -> bool:
         """Start, and work on it for a bounded time; see `Slice.post`."""
-        if self._lane.alive:
+        if not self._gets.chunks or self._lane.alive:
             self._gets.rewind()
         return self._lane.drive(self._gets, _BUSY_S, 0.0)
 
