@@ -45,8 +45,7 @@ from reshard.transports.ucx.gets import Gets
 from reshard.transports.ucx.lane import Lane, all_settled
 from reshard.transports.ucx.library import load_library
 from reshard.transports.ucx.payload import UcxAddress, decode_address, encode_address
-from reshard.transports.ucx.serving import ServingThread
-from reshard.transports.ucx.worker import Worker
+from reshard.transports.ucx.worker import ServingThread, Worker
 from reshard.transports.watch import PeerWatch
 
 _log = logging.getLogger(__name__)
@@ -126,7 +125,6 @@ class UcxTransport(CommonTransport):
             self._beacon_map = self._context.map(Region.of(self._beacon_page.array))
             undo.callback(self._context.unmap, self._beacon_map)
             self._server = ServingThread(self._serving)
-            self._server.serve(Region.of(self._beacon_page.array))
             undo.pop_all()
 
     @staticmethod
@@ -147,12 +145,9 @@ class UcxTransport(CommonTransport):
         return Allocation(array, Region(int(array.ctypes.data), nbytes, "dram", 0, array))
 
     def _register(self, region: Region) -> MappedMemory:
-        mapped = self._context.map(region)
-        self._server.serve(region)
-        return mapped
+        return self._context.map(region)
 
     def _deregister(self, region: Region, native: object) -> None:
-        self._server.withdraw(region)
         self._context.unmap(cast(MappedMemory, native))
 
     def _payload(self) -> bytes:
