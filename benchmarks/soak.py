@@ -168,7 +168,7 @@ class Soak:
             threading.active_count(),
             sum("memfd:" in line or "/dev/shm" in line for line in maps.splitlines()),
             sum(len(t.endpoint()) for t in self.transports),
-            sum(len(list(bound.lists())) for r in self.receivers for bound in r.reader._bindings.values()),
+            sum(len(list(bound.lists())) for r in self.receivers for bound in r.reader.bound()),
             len(self.rendezvous.describe().leases),
         )
 

@@ -45,12 +45,12 @@ class Account:
     _before: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self._before = self.receiver.reader.new_registrations
+        self._before = self.receiver.reader.arenas.new_registrations
 
     @property
     def new_registrations(self) -> int:
         """Registrations that this refit made."""
-        return self.receiver.reader.new_registrations - self._before
+        return self.receiver.reader.arenas.new_registrations - self._before
 
     def report(self, manifest: Manifest, planned: Planned) -> RefitReport:
         """The typed report of a refit that ended well."""
@@ -67,9 +67,9 @@ class Account:
             discovery=self.discovery,
             stages=dict(self.clock.stop()),
             useful_bytes=plan.economics.useful_bytes,
-            wire_bytes=self.loaded.data_bytes,
-            wire_s=self.loaded.totals.seconds,
-            n_descriptors=self.loaded.totals.n_descriptors,
+            wire_bytes=self.loaded.wire_bytes,
+            wire_s=self.loaded.wire_s,
+            n_descriptors=self.loaded.n_descriptors,
             verified=self.loaded.verified,
             ledger=self._ledger(planned),
             new_registrations=self.new_registrations,
@@ -94,7 +94,7 @@ class Account:
             return
         r = self.receiver
         seconds = {k: round(v, 6) for k, v in self.clock.stop().items()}
-        totals, verified = self.loaded.totals, self.loaded.verified
+        loaded, verified = self.loaded, self.loaded.verified
         record = StagesRecord(
             rank=r.rank,
             member=r.member,
@@ -107,12 +107,12 @@ class Account:
             stages_s=seconds,
             total_s=round(sum(seconds.values()), 6),
             useful_bytes=planned.plan.economics.useful_bytes if planned is not None else 0,
-            wire_bytes=self.loaded.data_bytes,
+            wire_bytes=loaded.wire_bytes,
             verified_bytes=verified.verified_bytes,
             received_bytes=verified.received_bytes,
-            descriptors=totals.n_descriptors,
-            wire_s=round(totals.seconds, 6),
-            implied_gbps=round(min(implied_gbps(self.loaded.data_bytes, totals.seconds), 1e308), 3),
+            descriptors=loaded.n_descriptors,
+            wire_s=round(loaded.wire_s, 6),
+            implied_gbps=round(min(implied_gbps(loaded.wire_bytes, loaded.wire_s), 1e308), 3),
             new_registrations=self.new_registrations,
             failovers=len(self.without),
         )

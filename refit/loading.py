@@ -18,7 +18,7 @@ from reshard.refit.deadline import Deadline
 from reshard.refit.errors import HolderLostError
 from reshard.refit.records import check_throughput
 from reshard.refit.report import Verified
-from reshard.refit.rescue import rescue
+from reshard.refit.rescue import Rescue, rescue
 from reshard.refit.sentinel import require_delivered
 from reshard.refit.verify import Mode, Verifier
 from reshard.refit.waves import WireTotals
@@ -37,19 +37,39 @@ __all__ = ["Loaded", "Reading", "read_plan"]
 
 @dataclass(slots=True)
 class Loaded:
-    """What was read, with how much of it verified, and which holders were given up."""
+    """What one refit has read so far, whether or not it ended well.
 
-    totals: WireTotals = field(default_factory=WireTotals)
-    data_bytes: int = 0
+    Attributes
+    ----------
+    wire_bytes
+        Bytes of data that crossed the wire in whole lists, those of lost holders and of reads that failed included.
+    received_bytes
+        Those of them that stand: what a lost holder had delivered was read again from others.
+    wire_s, n_descriptors
+        Seconds with something in flight; native descriptors.
+    verified
+        How much of ``received_bytes`` was verified.
+    lost
+        Holders that were given up.
+    """
+
+    wire_bytes: int = 0
+    received_bytes: int = 0
+    wire_s: float = 0.0
+    n_descriptors: int = 0
     verified: Verified = field(default_factory=Verified)
     lost: frozenset[str] = frozenset()
 
-    def add(self, other: Loaded) -> None:
-        """Count another read of the same refit too."""
-        self.totals.add(other.totals)
-        self.data_bytes += other.data_bytes
-        self.verified = self.verified.plus(other.verified)
-        self.lost |= other.lost
+    def keep_only(self, before: Loaded) -> None:
+        """Begin anew, with other holders, from where it stood ``before``: what has moved since does not stand."""
+        self.received_bytes, self.verified = before.received_bytes, before.verified
+
+    def count(self, moved: WireTotals, received_bytes: int) -> None:
+        """Add what one read moved, and how much of it stands."""
+        self.wire_bytes += moved.nbytes
+        self.wire_s += moved.seconds
+        self.n_descriptors += moved.n_descriptors
+        self.received_bytes += received_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +92,19 @@ def read_plan(
     checks: Checks | None,
     manifest: Manifest,
     deadline: Deadline,
+    loaded: Loaded,
     *,
     without: frozenset[str] = frozenset(),
     seeded: Sequence[str] = (),
     enter: Callable[[str], None] = lambda stage: None,
     check_lease: Callable[[], None] = lambda: None,
-) -> Loaded:
+) -> None:
     """Read ``plan`` into the reader's buffers.
 
     Parameters
     ----------
+    loaded
+        What was read is added to it, also where this raises.
     without
         Holders given up before.
     seeded
@@ -104,65 +127,74 @@ def read_plan(
     # Destinations that are looked at for the sentinel are verified only after that.
     bound = reader.bind(manifest, checks if how.verify != "off" and not how.sentinel else None)
     enter("read")
+    moved, rescued = WireTotals(), Rescue(lost=without)
     verifier = (
-        Verifier(checks, how.verify, (version.epoch, version.step), reader.device) if checks is not None else None
+        Verifier(checks, how.verify, (version.epoch, version.step), deadline, reader.device)
+        if checks is not None
+        else None
     )
-    with verifier if verifier is not None else contextlib.nullcontext():
-        totals = reader.read(
-            bound, manifest, deadline, verifier=verifier, may_lose=len(plan.holders) > 1, stall_s=how.stall_s
-        )
-        out = Loaded(totals, max(totals.kept_bytes - reader.meta_bytes(totals.lost), 0), Verified(how.verify))
-        verifiers: tuple[Verifier, ...] = () if verifier is None else (verifier,)
-        if totals.lost:
+    before = loaded.received_bytes
+    try:
+        with verifier if verifier is not None else contextlib.nullcontext():
+            may_lose = len(plan.holders) > 1
+            reader.read(bound, manifest, deadline, moved, verifier=verifier, may_lose=may_lose, stall_s=how.stall_s)
+            if moved.lost:
+                if verifier is not None:
+                    verifier.finish(moved.lost)  # before anything is written into the same buffers
+                _turn_to_replicas(how, reader, plan, manifest, deadline, moved.lost, rescued)
+            check_lease()
+            if how.sentinel:
+                names = plan.buffers.names_list
+                buffers = dict(zip(names, reader.arenas.buffers(), strict=True))
+                require_delivered(reader.device, buffers, seeded)
+            check_throughput(moved.nbytes + rescued.moved.nbytes, moved.seconds + rescued.moved.seconds, how.context)
+            enter("verify")
             if verifier is not None:
-                verifier.finish(totals.lost)  # before anything is written into the same buffers
-            verifiers += _rescued(how, reader, plan, manifest, deadline, without, out)
-        check_lease()
-        if how.sentinel:
-            names = plan.buffers.names_list
-            require_delivered(reader.device, dict(zip(names, reader.buffers(), strict=True)), seeded)
-        check_throughput(out.data_bytes, totals.seconds, how.context)
-        enter("verify")
-        out.verified = Verified(how.verify, received_bytes=out.data_bytes)
-        if verifier is None or checks is None:
-            return out
-        verifier.finish(totals.lost)
-    verified = sum(v.verified_bytes for v in verifiers)
-    if how.require_verified and (verified < out.data_bytes or checks.partial):
-        verifier.require_all(out.data_bytes)
-    out.verified = Verified(
-        how.verify,
-        verified,
-        out.data_bytes,
-        sum(v.n_cells for v in verifiers),
-        len(checks.partial),
-        sum(v.seconds for v in verifiers),
-    )
-    return out
+                verifier.finish(moved.lost)
+    finally:
+        loaded.count(moved, moved.kept_bytes)
+        loaded.count(rescued.moved, rescued.received_bytes)
+        loaded.lost |= rescued.lost - without
+        received = loaded.received_bytes - before
+        verifiers = (*(() if verifier is None else (verifier,)), *rescued.verifiers)
+        loaded.verified = loaded.verified.plus(
+            Verified(
+                how.verify,
+                sum(v.verified_bytes for v in verifiers),
+                received,
+                sum(v.n_cells for v in verifiers),
+                len(checks.partial) if checks is not None else 0,
+                sum(v.seconds for v in verifiers),
+            )
+        )
+    if how.require_verified and verifier is not None and checks is not None:
+        verified = sum(v.verified_bytes for v in verifiers)
+        if verified < received or checks.partial:
+            verifier.require_all(received)
 
 
-def _rescued(
+def _turn_to_replicas(
     how: Reading,
     reader: Reader,
     plan: Plan,
     manifest: Manifest,
     deadline: Deadline,
-    without: frozenset[str],
-    out: Loaded,
-) -> tuple[Verifier, ...]:
+    lost: Mapping[str, TransportError],
+    rescued: Rescue,
+) -> None:
     """Read from replicas what lost holders owed; the first loss is raised where nobody else has it."""
-    lost: dict[str, TransportError] = out.totals.lost
     names = frozenset(lost)
     cause = next(iter(lost.values()))
     logger.warning("lost %s in a read, turning to replicas: %s", ", ".join(sorted(names)), cause)
-    buffers = dict(zip(plan.buffers.names_list, reader.buffers(), strict=True))
+    without, rescued.lost = rescued.lost, rescued.lost | names
+    buffers = dict(zip(plan.buffers.names_list, reader.arenas.buffers(), strict=True))
     try:
-        found = rescue(
+        rescue(
             how.transport,
             reader,
             plan,
             manifest,
-            names | without,
+            rescued,
             deadline,
             verify=how.verify,
             buffers=buffers,
@@ -173,7 +205,3 @@ def _rescued(
         raise HolderLostError(names | without, cause, gap) from cause
     finally:
         reader.links.release(names)
-    out.lost = found.lost
-    out.totals.add(found.totals)
-    out.data_bytes += found.totals.nbytes
-    return found.verifiers

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,13 +31,26 @@ if TYPE_CHECKING:
 __all__ = ["Rescue", "owed_by", "rescue"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Rescue:
-    """What a rescue read."""
+    """What a rescue reads, and around whom; filled in as it goes.
 
-    totals: WireTotals
-    verifiers: tuple[Verifier, ...]
+    Attributes
+    ----------
+    lost
+        Holders that are given up: at the beginning those whose rows are to be read from others.
+    moved
+        All that moved.
+    received_bytes
+        What of it stands.
+    verifiers
+        Of what was read.
+    """
+
     lost: frozenset[str]
+    moved: WireTotals = field(default_factory=WireTotals)
+    received_bytes: int = 0
+    verifiers: list[Verifier] = field(default_factory=list)
 
 
 def owed_by(made: Plan, lost: frozenset[str]) -> ReadTable:
@@ -76,15 +89,15 @@ def rescue(
     main: Reader,
     made: Plan,
     manifest: Manifest,
-    lost: frozenset[str],
+    into: Rescue,
     deadline: Deadline,
     *,
     verify: Mode,
     buffers: Mapping[str, Memory],
     stall_s: float | None,
     on_allocate: Callable[[str, int], None] | None = None,
-) -> Rescue:
-    """Read what the ``lost`` holders owed.
+) -> None:
+    """Read what the holders in ``into.lost`` owed; what was read is in ``into``, also where this raises.
 
     Raises
     ------
@@ -93,33 +106,35 @@ def rescue(
     TransportError, VerificationError
         As any read.
     """
-    gone = set(lost)
     sources: ShardTable = made.sources
-    owed, owed_plan = owed_by(made, lost), made
-    totals = WireTotals()
-    verifiers: list[Verifier] = []
+    owed, owed_plan = owed_by(made, into.lost), made
     version = manifest.version
     while True:
-        left = sources.replace(removed=[name for name in gone if name in sources.by_name])
+        left = sources.replace(removed=[name for name in sorted(into.lost) if name in sources.by_name])
         owed_plan = plan(left, owed, made.options)
         checks = build_checks(owed_plan) if verify != "off" else None
-        verifier = Verifier(checks, verify, (version.epoch, version.step), main.device) if checks is not None else None
+        verifier = (
+            Verifier(checks, verify, (version.epoch, version.step), deadline, main.device)
+            if checks is not None
+            else None
+        )
         reader = Reader(transport, swaps=False, on_allocate=on_allocate, links=main.links, device=main.device)
+        moved = WireTotals()
         try:
             reader.adopt(owed_plan, checks.n_cells if checks is not None else {}, borrowed=buffers)
             main.links.ensure([manifest.slot(h.name) for h in owed_plan.holders], deadline, exact=False)
-            reader.allocate()
-            part = reader.read(
-                reader.bind(manifest), manifest, deadline, verifier=verifier, may_lose=True, stall_s=stall_s
+            reader.arenas.allocate()
+            reader.read(
+                reader.bind(manifest), manifest, deadline, moved, verifier=verifier, may_lose=True, stall_s=stall_s
             )
             if verifier is not None:
-                verifier.finish(part.lost)
-                verifiers.append(verifier)
-            part.nbytes = part.kept_bytes - reader.meta_bytes(part.lost)
+                into.verifiers.append(verifier)
+                verifier.finish(moved.lost)
         finally:
             reader.release()
-        totals.add(part)
-        if not part.lost:
-            return Rescue(totals, tuple(verifiers), frozenset(gone))
-        gone |= set(part.lost)
-        owed = owed_by(owed_plan, frozenset(part.lost))
+            into.moved.add(moved)
+            into.received_bytes += moved.kept_bytes
+        if not moved.lost:
+            return
+        into.lost |= set(moved.lost)
+        owed = owed_by(owed_plan, frozenset(moved.lost))

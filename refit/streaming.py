@@ -128,7 +128,7 @@ class Streamer:
             device=reader.device,
             on_allocate=(lambda n: hook("stream", n)) if hook is not None else None,
         )
-        reader.new_registrations += 1
+        reader.arenas.new_registrations += 1
         self._parts: list[StreamPart] = []
         index = {name: i for i, name in enumerate(made.buffers.names_list)}
         for part in names:
@@ -153,8 +153,8 @@ class Streamer:
         )
         own.batch_bytes = self._reader.batch_bytes
         own.adopt(made, checks.n_cells if checks is not None else {}, borrowed=views)
-        own.allocate()
-        self._reader.new_registrations += own.new_registrations
+        own.arenas.allocate()
+        self._reader.arenas.new_registrations += own.arenas.new_registrations
         return StreamPart(made, checks, own, views, self._planned)
 
     def replace(self, part: StreamPart, lost: frozenset[str]) -> StreamPart:

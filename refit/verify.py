@@ -6,6 +6,7 @@ after checking those against the root that the rendezvous told.
 
 from __future__ import annotations
 
+import logging
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -17,12 +18,15 @@ import numpy.typing as npt
 
 from reshard.refit.checks import STAGING, Check, Checks
 from reshard.refit.crew import Crew
+from reshard.refit.deadline import Deadline
 from reshard.refit.devices import HOST, Device, host_bytes
 from reshard.refit.digests import CELL_BYTES, MOST_THREADS, Digester, n_cpus, root_of, worker_threads
 from reshard.refit.errors import UnverifiedError, VerificationError
 
 if TYPE_CHECKING:
     from reshard.refit.devices import Memory
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["Mode", "Verifier", "check_mode"]
 
@@ -68,12 +72,17 @@ class Verifier:
         ``full``, ``sample`` (one cell in 16, others at each version) or ``off``.
     seed
         Chooses the sample; the version's (epoch, step).
+    deadline
+        Of the refit.
     device
         Where the cells land.
     """
 
-    def __init__(self, checks: Checks, mode: Mode, seed: tuple[int, int], device: Device = HOST) -> None:
+    def __init__(
+        self, checks: Checks, mode: Mode, seed: tuple[int, int], deadline: Deadline, device: Device = HOST
+    ) -> None:
         self._checks = checks
+        self._deadline = deadline
         self._device = device
         self._launched: list[tuple[list[Check], Callable[[], U64]]] = []
         salt = zlib.crc32(repr(seed).encode())
@@ -197,13 +206,15 @@ class Verifier:
         ------
         VerificationError
             Naming the cells that differ.
+        RefitTimeoutError
+            Naming the cells at work when the deadline passed.
         """
         self._without(lost)
         crew, self._crew = self._crew, None
         if crew is not None:
             left, self._by_batch = self._by_batch, {}
             crew.feed(self._known([c for checks in left.values() for c in checks]))
-            crew.finish()
+            crew.finish(self._deadline)
         rest, self._rest = self._rest, []
         self._all_of(self._known(rest))
         if self._launched:
@@ -211,10 +222,11 @@ class Verifier:
         self.settle()
 
     def stop(self) -> None:
-        """Return when no thread looks at the buffers any more; idempotent."""
+        """Wait until no thread looks at the buffers any more, some seconds at most; idempotent."""
         crew, self._crew = self._crew, None
-        if crew is not None:
-            crew.stop()
+        left = crew.stop(self._deadline) if crew is not None else ()
+        if left:
+            logger.warning("%s: still verifying %s; what comes of it is not used", self._deadline.what, ", ".join(left))
 
     def __enter__(self) -> Self:
         return self
@@ -234,7 +246,7 @@ class Verifier:
             self._tools.append(tool := _Tool())
             return tool
 
-        return Crew(make_tool, self._verify, n_threads)
+        return Crew(make_tool, self._verify, n_threads, lambda c: self._checks.describe(c.holder, c.cell))
 
     def _all_of(self, checks: list[Check]) -> None:
         launched = self._device.digest(checks, self._staging, self._buffers) if checks else None
@@ -243,7 +255,7 @@ class Verifier:
             return
         crew = self._make_crew(worker_threads(sum(c.nbytes for c in checks)) - 1)
         crew.feed(checks)
-        crew.finish()
+        crew.finish(self._deadline)
 
     def _verify(self, check: Check, tool: _Tool) -> None:
         """Sort one check into good and bad; runs in any thread."""

@@ -10,7 +10,6 @@ read, with nothing left in flight.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,9 +29,22 @@ _BLAMED = ("failed", "refused")
 
 @dataclass(slots=True)
 class WireTotals:
-    """What moved: bytes, seconds with something in flight, native descriptors; and the peers lost on the way.
+    """What moved, in whole lists; and the peers lost on the way.
 
-    ``by_peer`` has the bytes of each peer: what a lost one had delivered is read again from others.
+    Attributes
+    ----------
+    nbytes
+        Bytes of data.
+    seconds
+        With something in flight.
+    n_descriptors
+        Native descriptors.
+    lost
+        Peers that failed, and how.
+    by_peer
+        The bytes of each peer: what a lost one had delivered is read again from others.
+    beside
+        ``id`` of the lists that bring no data (digests): they take time and descriptors, and no bytes are counted.
     """
 
     nbytes: int = 0
@@ -40,22 +52,25 @@ class WireTotals:
     n_descriptors: int = 0
     lost: dict[str, TransportError] = field(default_factory=dict)
     by_peer: dict[str, int] = field(default_factory=dict)
+    beside: set[int] = field(default_factory=set)
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that moved from peers that were not lost."""
+        """Bytes of data that moved from peers that were not lost."""
         return self.nbytes - sum(self.by_peer.get(name, 0) for name in self.lost)
 
     def count(self, lists: Iterable[Prepared]) -> None:
         """Count lists that have landed."""
         for prepared in lists:
             name = prepared.peer.name
-            self.nbytes += prepared.nbytes
             self.n_descriptors += prepared.n_descriptors
+            if id(prepared) in self.beside:
+                continue
+            self.nbytes += prepared.nbytes
             self.by_peer[name] = self.by_peer.get(name, 0) + prepared.nbytes
 
     def add(self, other: WireTotals) -> None:
-        """Count another read too."""
+        """Count another read's bytes, seconds and descriptors too."""
         self.nbytes += other.nbytes
         self.seconds += other.seconds
         self.n_descriptors += other.n_descriptors
@@ -94,7 +109,7 @@ def read_waves(
     use
         What it raises ends the read.
     totals
-        Adds to these, and leaves out the peers that they name as lost.
+        Adds to these, also where it fails, and leaves out the peers that they name as lost.
     may_lose
         Note failing peers in ``totals.lost`` and go on without them, as long as no memory is quarantined.
     stall_s
@@ -133,11 +148,21 @@ def read_waves(
     except BaseException:
         if in_flight:
             # The caller has the first error; what is abandoned here is quarantined by the transport.
-            with contextlib.suppress(TransportError):
-                transport.cancel(in_flight)
-                transport.wait(in_flight, timeout_s=max(min(deadline.left_s, _DRAIN_S), 1e-3))
+            _end(transport, in_flight, sums, max(min(deadline.left_s, _DRAIN_S), 1e-3), since)
         raise
     return sums
+
+
+def _end(transport: Transport, transfers: Sequence[Transfer], sums: WireTotals, timeout_s: float, since: float) -> None:
+    """Stop what is in flight; count what has landed all the same."""
+    try:
+        transport.cancel(transfers)
+        transport.wait(transfers, timeout_s=timeout_s)
+    except TransportError as error:
+        sums.count(t.prepared for t in transfers if error.failures.get(t.prepared.peer.name, "").startswith("done"))
+    else:
+        sums.count(t.prepared for t in transfers)
+    sums.seconds += time.monotonic() - since
 
 
 def _wait(
@@ -152,11 +177,13 @@ def _wait(
         stats = transport.wait(transfers, timeout_s=timeout_s, finish_others=may_lose)
     except TransportError as error:
         bad = failed_peers(error)
-        unfinished = {name for name, state in error.failures.items() if not state.startswith("done")} - bad
+        landed = {name for name, state in error.failures.items() if state.startswith("done")}
+        unfinished = set(error.failures) - landed - bad
+        sums.seconds += time.monotonic() - since
         if not may_lose or not bad or unfinished or transport.quarantined():
+            sums.count(t.prepared for t in transfers if t.prepared.peer.name in landed)
             raise
         sums.lost.update(dict.fromkeys(bad, error))
-        sums.seconds += time.monotonic() - since
         sums.count(t.prepared for t in transfers if t.prepared.peer.name not in bad)
         return
     sums.seconds += stats.seconds
@@ -171,6 +198,7 @@ def _post(
     may_lose: bool,
 ) -> list[Transfer]:
     posted: list[Transfer] = []
+    since = time.monotonic()
     for prepared in lists:
         name = prepared.peer.name
         if name in sums.lost:
@@ -183,8 +211,6 @@ def _post(
                 if may_lose:
                     sums.lost[name] = error
                     continue
-            with contextlib.suppress(TransportError):
-                transport.cancel(posted)
-                transport.wait(posted, timeout_s=_DRAIN_S)
+            _end(transport, posted, sums, _DRAIN_S, since)
             raise
     return posted

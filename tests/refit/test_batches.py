@@ -14,6 +14,7 @@ from reshard.planner import Holder
 from reshard.planner.bind import PeerRows
 from reshard.refit.batches import complete_with, n_batches, split_wave
 from reshard.refit.crew import Crew
+from reshard.refit.deadline import Deadline
 
 Rows = list[tuple[int, int, int]]
 
@@ -122,7 +123,7 @@ def test_a_crew_does_everything_once(n_threads: int) -> None:
     crew = collect(n_threads, seen)
     for k in range(5):
         crew.feed(range(10 * k, 10 * k + 10))
-    crew.finish()
+    crew.finish(Deadline(20.0, "test"))
     assert sorted(seen) == list(range(50))
 
 
@@ -143,7 +144,7 @@ def test_the_first_error_ends_the_work() -> None:
         time.sleep(0.005)
     crew.feed(range(10, 20))
     with pytest.raises(ValueError, match="three"):
-        crew.finish()
+        crew.finish(Deadline(20.0, "test"))
     assert seen == [0, 1, 2]
 
 
@@ -159,7 +160,7 @@ def test_stopping_waits_for_the_item_at_work_and_drops_the_rest() -> None:
     crew = Crew(lambda: 0, work, 1)
     crew.feed([1, 2, 3])
     assert started.wait(20)
-    stopper = threading.Thread(target=crew.stop)
+    stopper = threading.Thread(target=crew.stop, args=(Deadline(20.0, "test"),))
     stopper.start()
     stopper.join(0.2)
     assert stopper.is_alive(), "item 1 is still being worked on"
@@ -167,4 +168,4 @@ def test_stopping_waits_for_the_item_at_work_and_drops_the_rest() -> None:
     stopper.join(20)
     assert not stopper.is_alive()
     assert seen == [1]
-    crew.stop()
+    assert crew.stop(Deadline(20.0, "test")) == ()

@@ -73,8 +73,8 @@ def test_memory_that_is_written_late_is_given_up() -> None:
             assert wire.quarantined()
             assert not cluster.leftovers()
             reader = cluster.receivers[0].reader
-            assert reader.served is not None, "what is served from was not read into, and others may read it"
-            assert reader._shadows == [reader.served]
+            assert reader.arenas.served is not None, "what is served from was not read into, and others may read it"
+            assert list(reader.arenas.shadows()) == [reader.arenas.served]
             wire.gate = None
             cluster.refit_ok(2)
             assert wire.quarantined(), "this refit had no need to wait for memory that it does not use"
@@ -93,7 +93,7 @@ def test_memory_that_is_written_late_is_given_up() -> None:
 def test_memory_whose_late_writes_have_landed_is_used_again() -> None:
     cluster, wire, gate = held_at_two(stall_s=0.2)
     with cluster:
-        arenas = list(cluster.receivers[0].reader._shadows)
+        arenas = cluster.receivers[0].reader.arenas.shadows()
         threading.Timer(0.6, gate.set).start()
         first, _ = cluster.refit(2, timeout_s=30.0)
         assert isinstance(first, HolderLostError)
@@ -101,7 +101,7 @@ def test_memory_whose_late_writes_have_landed_is_used_again() -> None:
         wire.gate = None
         cluster.refit_ok(2)
         assert all(holds(cluster.engines[r], weights(2), r) for r in range(2))  # type: ignore[arg-type]
-        assert cluster.receivers[0].reader._shadows == arenas
+        assert cluster.receivers[0].reader.arenas.shadows() == arenas
 
 
 def test_the_deadline_in_the_middle_of_a_read_is_no_different() -> None:
@@ -215,7 +215,7 @@ def test_a_load_in_doubt_keeps_what_it_may_have_to_install() -> None:
         if receiver.state == "serving":
             assert all(np.array_equal(engine[n], w) for n, w in weights(0).items())
         assert not receiver.reader.links.names()
-        assert not receiver.reader._shadows
+        assert not receiver.reader.arenas.all()
         assert not cluster.leftovers()
 
 

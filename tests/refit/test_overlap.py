@@ -331,9 +331,8 @@ def test_no_wave_is_read_into_what_is_being_copied(monkeypatch: pytest.MonkeyPat
             return made
 
         def staging() -> tuple[int, int]:
-            arena = cluster.receivers[0].reader._staging
-            assert arena is not None
-            return arena.base, arena.nbytes // 2
+            arenas = cluster.receivers[0].reader.arenas
+            return arenas.staging_base, arenas.staging.nbytes // 2
 
         for name, patched in (("prepare", prepare), ("post", post), ("wait", wait)):
             monkeypatch.setattr(wire, name, patched)
@@ -400,7 +399,7 @@ def test_batches_only_where_cells_can_be_verified(whole: bool) -> None:
     with Cluster(1, engines=[engine], receiver_settings={"options": PlanOptions(max_runs_per_block=64)}) as cluster:
         cluster.publish(0, source)
         (report,) = cluster.refit_ok(0)
-        (bound,) = cluster.receivers[0].reader._bindings.values()
+        (bound,) = cluster.receivers[0].reader.bound()
         assert len(bound.batches) == (N_BATCHES if whole else 1)
         assert (bound.complete_with is not None) == whole
         assert report.verified_bytes == (report.received_bytes if whole else 0)
