@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import signal
 import time
@@ -9,11 +10,16 @@ import time
 import numpy as np
 
 from reshard.refit import ArrayEngine, LocalTensor, Publisher, Receiver
+from reshard.refit.buffers import DATA, DIGESTS
 from reshard.refit.demo.channel import Channel, JsonValue, Message, serve_commands
+from reshard.refit.errors import HolderLostError
+from reshard.refit.receiver import ServingState
 from reshard.refit.retry import RetryPolicy
+from reshard.refit.waves import failed_peers
 from reshard.rendezvous import Rendezvous
 from reshard.rendezvous.service import serve
 from reshard.transports import open_transport
+from reshard.transports.errors import TransportError
 
 ROWS, COLUMNS = 8, 16
 NAMES = ("a", "b")
@@ -48,17 +54,16 @@ def run_trainer(channel: Channel, *, slot: str, slots: list[str], address: str, 
             LocalTensor(n, "float32", (ROWS, COLUMNS), (first, 0), full(n, step)[first : first + half]) for n in NAMES
         ]
         publisher.publish(epoch=epoch, step=step, tensors=tensors, timeout_s=15.0)
-        return {}
+        worker = publisher._offering._worker
+        return {"worker_id": worker.id if worker is not None else ""}
 
     def spoil(command: Message) -> Message:
         """Change a byte of the data, or leave the digests of another version."""
         buffer = publisher._newest
         if buffer is None:
             raise RuntimeError("nothing is published")
-        if command["what"] == "data":
-            buffer.data[7] ^= 0x20
-        else:
-            buffer.digests[0] ^= np.uint64(0x10)
+        region, at, bit = (DATA, 7, 0x20) if command["what"] == "data" else (DIGESTS, 0, 0x10)
+        ctypes.c_uint8.from_address(int(buffer.region_bases[region]) + at).value ^= bit
         return {}
 
     try:
@@ -94,6 +99,12 @@ def run_receiver(
         if trouble["memory"]:
             raise MemoryError(f"no {nbytes} bytes for {what}")
 
+    def on_state(state: ServingState) -> None:
+        channel.send({"state": state, "serving": step_served(), "at_s": time.monotonic()})
+
+    def step_served() -> int:
+        return receiver.serving.step if receiver.serving is not None else -1
+
     receiver = Receiver(
         wire,
         service,
@@ -103,8 +114,9 @@ def run_receiver(
         members=members,
         member=member,
         install="stream" if install == "stream" else "shadow",
-        stream_bytes=1024,
+        stream_bytes=ROWS * COLUMNS * 4,  # one tensor at a time
         on_stage=on_stage,
+        on_state=on_state,
         on_allocate=on_allocate,
         lease_ttl_s=LEASE_TTL_S,
         worker_ttl_s=WORKER_TTL_S,
@@ -120,10 +132,10 @@ def run_receiver(
         try:
             report = receiver.refit(int(str(command["step"])), timeout_s=float(str(command["timeout_s"])))
         except Exception as error:
-            return {"error": type(error).__name__, "text": str(error)[:400]}
+            return {"error": type(error).__name__, "text": str(error)[:400], "lost": _lost(error)}
         finally:
             at["stage"] = ""
-        return {"error": "", "text": str(report)}
+        return {"error": "", "text": str(report), "lost": []}
 
     def status(command: Message) -> Message:
         del command
@@ -134,9 +146,11 @@ def run_receiver(
             held.append(next((s for s, w in known.items() if w.tobytes() == array.tobytes()), None))
         return {
             "state": receiver.state,
-            "serving": receiver.serving.step if receiver.serving is not None else -1,
+            "serving": step_served(),
             "held": held,
-            "links": list(receiver.reader.links.names()),
+            "links": {slot: link.worker_id for slot, link in receiver.reader.links._links.items()},
+            "peers": sorted(wire._peers),  # type: ignore[attr-defined]
+            "n_quarantined": len(wire.quarantined()),
         }
 
     def settle(command: Message) -> Message:
@@ -152,6 +166,18 @@ def run_receiver(
         receiver.close()
         wire.close()
         service.close()
+
+
+def _lost(error: BaseException | None) -> list[JsonValue]:
+    """The holders that an error, or what caused it, is about."""
+    names: set[str] = set()
+    while error is not None:
+        if isinstance(error, HolderLostError):
+            names.update(error.holders)
+        elif isinstance(error, TransportError):
+            names |= failed_peers(error)
+        error = error.__cause__
+    return [*sorted(names)]
 
 
 def _leave(number: int, frame: object) -> None:

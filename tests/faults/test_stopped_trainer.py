@@ -12,8 +12,9 @@ import pytest
 
 pytest.importorskip("grpc", reason="the rendezvous service needs grpcio")
 
-from tests.faults.matrix import ROOT, _free_port
+from tests.faults.matrix import ENVIRONMENT
 from tests.faults.ranks import COLUMNS, MODEL, NAMES, ROWS, full
+from tests.faults.trial import free_port
 
 from reshard.refit import ArrayEngine, Receiver
 from reshard.refit.demo.supervisor import Supervisor
@@ -37,11 +38,10 @@ SLOTS = ["trainer-0", "trainer-1"]
 @pytest.mark.parametrize("install", ["shadow", "stream"])
 def test_a_stopped_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: str) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")  # over shared memory a stopped process can be read
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    port = _free_port()
+    port = free_port()
     address = f"127.0.0.1:{port}"
     engine = ArrayEngine({n: np.zeros((ROWS, COLUMNS), np.float32) for n in NAMES})
-    with Supervisor((), tmp_path, environment={"PYTHONPATH": paths, "UCX_TLS": "tcp"}) as supervisor:
+    with Supervisor((), tmp_path, environment=ENVIRONMENT) as supervisor:
         server = supervisor.start("server", "tests.faults.ranks:run_server", {"port": port})
         supervisor.wait([server], timeout_s=30)
         shared = {"slots": SLOTS, "address": address, "transport": "nixl"}
