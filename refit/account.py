@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from reshard.refit import metrics
 from reshard.refit.clock import StageClock
 from reshard.refit.errors import RefitError
 from reshard.refit.loading import Loaded
@@ -117,4 +118,4 @@ class Account:
             failovers=len(self.without),
         )
         emit(record, logging.INFO if outcome == "served" else logging.WARNING)
-        r.observe(record)
+        metrics.observe_refit(record)

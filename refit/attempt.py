@@ -179,7 +179,7 @@ class Attempt:
             )
         except BaseException as error:
             self.machine.advance(RefitStage.IN_DOUBT)
-            r.set_state("in_doubt", None)
+            r.standing.change("in_doubt")
             if not isinstance(error, RendezvousError | RefitTimeoutError):
                 raise
             logger.warning("member %s voted yes on %s and lost the answer: %s", r.member, found.manifest.version, error)
@@ -196,7 +196,7 @@ class Attempt:
         if facts.decision is Decision.ABORT:
             self.machine.fail()
             self._release()
-            r.restore_state()
+            r.standing.restore()
             self._resume()
             self._emit("aborted")
             reason = facts.reason or "no reason given"
@@ -206,7 +206,7 @@ class Attempt:
         if facts.decision is not Decision.COMMIT:
             self._quarantine(f"the decision on {version} is {facts.decision.name}")
         self.machine.advance(RefitStage.MUTATING)
-        r.set_state("changing", None)
+        r.standing.change("changing")
         try:
             self._account.clock.enter("install")
             if r.install_mode == "shadow":
@@ -222,7 +222,7 @@ class Attempt:
         self._account.clock.enter("serve")
         outcome = self._agreement(found).installed(None, self._deadline.left_s)
         if outcome is None:
-            r.set_state("in_doubt", None)
+            r.standing.change("in_doubt")
             outcome = self._agreement(found).ask(self._deadline, outcome=True)
         self._finish(found, outcome)
 
@@ -239,7 +239,7 @@ class Attempt:
         """Say that it failed, and serve nothing."""
         r = self._receiver
         self.machine.fail()
-        r.set_state("quarantined", None)
+        r.standing.change("quarantined")
         self._let_go(error)
         self._agreement(found).installed(error, self._deadline.left_s)
         self._emit("quarantined")
@@ -254,7 +254,7 @@ class Attempt:
         if facts.outcome is Decision.SERVE:
             self.machine.advance(RefitStage.PUBLISHED)
             r.bench.resume_engine()
-            r.set_state("serving", version)
+            r.standing.change("serving", version)
             self._emit("served")
             return
         why = facts.reason or f"the outcome is {facts.outcome.name}"
@@ -267,6 +267,6 @@ class Attempt:
         if self.machine.stage is not RefitStage.ABORTING:
             self.machine.advance(RefitStage.ABORTING)
         self.machine.advance(RefitStage.QUARANTINED)
-        r.set_state("quarantined", None)
+        r.standing.change("quarantined")
         self._emit("quarantined")
         raise QuarantinedError(f"{why}; member {r.member!r} serves nothing until a refit completes")

@@ -12,15 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
+from reshard.refit.errors import RefitError
 from reshard.refit.tensors import SourceTensor
 
 if TYPE_CHECKING:
     from reshard.planner import ReadTable
     from reshard.refit.devices import Memory
 
-__all__ = ["Captured", "Engine", "EngineParameter", "StreamEngine", "Unsupported"]
+__all__ = ["Captured", "Engine", "EngineParameter", "InstallMode", "StreamEngine", "Unsupported", "install_mode_of"]
+
+InstallMode = Literal["shadow", "stream"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,3 +119,24 @@ class StreamEngine(Engine, Protocol):
     def write_live(self, buffers: Mapping[str, Memory]) -> None:
         """Copy whole parameters into the live weights."""
         ...
+
+
+def install_mode_of(engine: Engine, asked: str | None) -> InstallMode:
+    """How an engine is to be installed: as ``asked``, else as its ``install_mode`` says, else ``shadow``.
+
+    Raises
+    ------
+    ValueError
+        What was asked for is neither ``shadow`` nor ``stream``.
+    RefitError
+        ``stream``, and the engine is no `StreamEngine`.
+    """
+    mode = asked if asked is not None else getattr(engine, "install_mode", "shadow")
+    whose = "install" if asked is not None else f"{type(engine).__name__}.install_mode"
+    if mode == "shadow":
+        return "shadow"
+    if mode != "stream":
+        raise ValueError(f"{whose}={mode!r}: expected 'shadow' or 'stream'")
+    if not isinstance(engine, StreamEngine):
+        raise RefitError(f"{type(engine).__name__} cannot be written in place: it is no StreamEngine")
+    return "stream"

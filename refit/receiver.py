@@ -12,51 +12,40 @@ by itself.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
 import socket
-import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
-import numpy as np
-import numpy.typing as npt
-
 from reshard.planner import PlanOptions
-from reshard.refit import metrics, settings
+from reshard.refit import settings
 from reshard.refit.attempt import Attempt
+from reshard.refit.awaiting import AsyncCalls
 from reshard.refit.clock import StageClock
 from reshard.refit.deadline import Deadline, check_timeout
 from reshard.refit.devices import Device, device_of_engine
-from reshard.refit.engine import Engine, StreamEngine
-from reshard.refit.errors import InDoubtError, QuarantinedError, RefitError, RefitTimeoutError
+from reshard.refit.engine import Engine, InstallMode, install_mode_of
+from reshard.refit.errors import RefitError
 from reshard.refit.names import names_of
 from reshard.refit.planning import Gate
 from reshard.refit.reader import Reader
-from reshard.refit.records import StagesRecord
 from reshard.refit.report import RefitReport
 from reshard.refit.retry import RetryPolicy, policy_of
+from reshard.refit.standing import ServingState, Standing
+from reshard.refit.turns import Turns
 from reshard.refit.verify import Mode, check_mode
-from reshard.refit.workbench import BenchSettings, InstallMode, Workbench
+from reshard.refit.workbench import BenchSettings, Workbench
 from reshard.rendezvous.types import VersionKey, WorkerInfo
 
 if TYPE_CHECKING:
     from reshard.rendezvous import Rendezvous, Worker
     from reshard.transports import Transport
 
-logger = logging.getLogger(__name__)
-
-U8 = npt.NDArray[np.uint8]
-
-__all__ = ["Receiver", "ServingState", "preferred_mode"]
-
-ServingState = Literal["empty", "serving", "changing", "in_doubt", "quarantined"]
+__all__ = ["Receiver", "ServingState"]
 
 
-class Receiver:
-    """One rank of an inference group.
+class Receiver(AsyncCalls):
+    """One rank of an inference group. Its calls are awaitable too (`reshard.refit.awaiting`).
 
     Parameters
     ----------
@@ -136,18 +125,15 @@ class Receiver:
         self.allow_unconsumed = names_of(allow_unconsumed, "allow_unconsumed")
         if member not in self.members or len(set(self.members)) != len(self.members):
             raise RefitError(f"member {member!r} must be one of the distinct members {list(self.members)}")
-        mode: InstallMode = install if install is not None else preferred_mode(engine)
-        if mode not in ("shadow", "stream") or lease not in ("keep", "none"):
-            raise ValueError(f"install={mode!r}, lease={lease!r}: expected 'shadow' or 'stream', and 'keep' or 'none'")
-        if mode == "stream" and not isinstance(engine, StreamEngine):
-            raise RefitError(f"{type(engine).__name__} cannot be written in place: it is no StreamEngine")
+        if lease not in ("keep", "none"):
+            raise ValueError(f"lease={lease!r}: expected 'keep' or 'none'")
         self.model, self.group, self.member = model, group, member
         self.rank = self.members.index(member)
         self.engine = engine
         self.transport, self.rendezvous = transport, rendezvous
         self._host = host or socket.gethostname()
         self.options = options if options is not None else PlanOptions(receiver_host=self._host)
-        self.install_mode: InstallMode = mode
+        self.install_mode = install_mode_of(engine, install)
         self.lease = lease
         self.require_verified = require_verified
         self.lease_ttl_s, self.transaction_timeout_s = lease_ttl_s, transaction_timeout_s
@@ -173,26 +159,30 @@ class Receiver:
                 self.rank,
                 self.options,
                 Gate(require_full_coverage, coverage_floor),
-                mode,
+                self.install_mode,
                 stream_bytes,
                 check_mode(verify),
                 cut_hints,
             ),
         )
         self.one_shot = False
-        self.serving: VersionKey | None = None
-        """The version that this rank serves; None while it serves nothing."""
-        self.state: ServingState = "empty"
+        self.standing = Standing(member, self._tell_state)
+        self._turns = Turns(f"member {member!r}")
         self._worker_ttl_s = worker_ttl_s
         self._sentinel = debug_sentinel
         self._on_stage, self._on_state = on_stage, on_state
         self._worker: Worker | None = None
         self._doubt: Attempt | None = None
-        self._busy = threading.Lock()
-        self._owner = 0
-        self._before_doubt: ServingState = "empty"
-        self._served: VersionKey | None = None
-        self._closed = False
+
+    @property
+    def state(self) -> ServingState:
+        """``empty``, ``serving``, ``changing``, ``in_doubt`` or ``quarantined``."""
+        return self.standing.state
+
+    @property
+    def serving(self) -> VersionKey | None:
+        """The version that this rank serves; None while it serves nothing."""
+        return self.standing.serving
 
     @property
     def verify(self) -> Mode:
@@ -202,12 +192,8 @@ class Receiver:
     @verify.setter
     def verify(self, mode: Mode) -> None:
         check_mode(mode)
-        if not self._busy.acquire(blocking=False):
-            raise RefitError(f"member {self.member!r}: verify={mode!r} came during a refit; set it between two")
-        try:
+        with self._turns.take(f"verify = {mode!r}"):
             self.bench.set_verify(mode)
-        finally:
-            self._busy.release()
 
     # -- public calls
 
@@ -254,12 +240,7 @@ class Receiver:
     ) -> RefitReport:
         deadline = Deadline(timeout_s, f"refit of member {self.member!r} of group {self.group!r}")
         only = names_of(only, "only")
-        if not self._busy.acquire(blocking=False):
-            raise RefitError(f"member {self.member!r} is refitting already")
-        try:
-            if self._closed:
-                raise RefitError(f"member {self.member!r}: the receiver is closed")
-            self._owner = threading.get_ident()
+        with self._turns.take("load()" if one_shot else "refit()"):
             if self._doubt is not None:
                 self._settle(deadline)
             self.one_shot = one_shot
@@ -271,9 +252,6 @@ class Receiver:
                     self._doubt = attempt
                 elif one_shot:
                     self.bench.forget()
-        finally:
-            self._owner = 0
-            self._busy.release()
 
     def load(
         self,
@@ -289,17 +267,6 @@ class Receiver:
         """
         return self._refit(version, None, only, timeout_s, one_shot=True)
 
-    async def arefit(
-        self,
-        version: Literal["latest"] | int | VersionKey = "latest",
-        *,
-        after: VersionKey | None = None,
-        only: Sequence[str] = (),
-        timeout_s: float,
-    ) -> RefitReport:
-        """`refit` for asyncio: it runs in a worker thread."""
-        return await asyncio.to_thread(self.refit, version, after=after, only=only, timeout_s=timeout_s)
-
     def resolve(self, *, timeout_s: float) -> ServingState:
         """Learn the decision of a refit that is in doubt, and act on it; returns the state afterwards.
 
@@ -311,16 +278,10 @@ class Receiver:
             If a refit in another thread outlives the deadline.
         """
         deadline = Deadline(timeout_s, f"resolving member {self.member!r}")
-        if not self._busy.acquire(timeout=deadline.timeout_s):
-            raise RefitTimeoutError(
-                f"{deadline.what}: a refit in another thread was still under way after {deadline.timeout_s:g} s"
-            )
-        try:
+        with self._turns.take("resolve()", deadline):
             if self._doubt is not None:
                 self._settle(deadline)
             return self.state
-        finally:
-            self._busy.release()
 
     def check_serving(self) -> VersionKey:
         """The version served.
@@ -330,30 +291,16 @@ class Receiver:
         InDoubtError, QuarantinedError, RefitError
             If this rank serves nothing.
         """
-        if self.state == "serving" and self.serving is not None:
-            return self.serving
-        if self.state == "in_doubt":
-            raise InDoubtError(
-                f"member {self.member!r} voted yes and does not know the decision; it serves nothing new"
-            )
-        if self.state == "quarantined":
-            raise QuarantinedError(f"member {self.member!r} is quarantined: it serves nothing until a refit completes")
-        raise RefitError(f"member {self.member!r} has no version yet ({self.state})")
+        return self.standing.check()
 
     def close(self) -> None:
         """Release peers, registrations and memory and the rendezvous; idempotent. The engine keeps its weights.
 
-        A refit that runs in another thread is waited for: it ends by its deadline.
+        No refit is broken off: one that runs in another thread is waited for, until its deadline at most. Called from
+        within a refit, by a hook or the engine, this returns at once; the refit goes on, and all is released when it
+        ends.
         """
-        self._closed = True
-        mine = self._owner == threading.get_ident()
-        with contextlib.nullcontext() if mine else self._busy:
-            if self._doubt is not None:
-                self._doubt.abandon()
-            self.bench.forget()
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.close()
+        self._turns.close(self._release_all)
 
     def __enter__(self) -> Self:
         return self
@@ -362,18 +309,6 @@ class Receiver:
         self.close()
 
     # -- what an attempt needs
-
-    def set_state(self, state: ServingState, serving: VersionKey | None) -> None:
-        """Change what this rank says that it serves."""
-        self.serving = serving
-        if state == "in_doubt" and self.state != "in_doubt":
-            self._before_doubt = self.state
-        if state in ("serving", "quarantined", "changing"):
-            self._served = serving
-        if state != self.state:
-            self.state = state
-            if self._on_state is not None:
-                self._on_state(state)
 
     def worker(self, left_s: float = 30.0) -> Worker:
         """The registration of this process at the rendezvous, renewed within ``left_s`` seconds if it was lost."""
@@ -385,14 +320,18 @@ class Receiver:
                 self.reader.links.retry = self.retry
         return self._worker
 
-    def observe(self, record: StagesRecord) -> None:
-        """Count a refit in the metrics, where they are installed; one that fails does not fail the refit."""
-        metrics.observe_refit(record)
+    def _tell_state(self, state: ServingState) -> None:
+        if self._on_state is not None:
+            self._on_state(state)
 
-    def restore_state(self) -> None:
-        """Stand again where it stood before an aborted refit: what was quarantined stays so."""
-        if self.state == "in_doubt":
-            self.set_state(self._before_doubt, self._served)
+    def _release_all(self) -> None:
+        doubt, self._doubt = self._doubt, None
+        if doubt is not None:
+            doubt.abandon()
+        self.bench.forget()
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
 
     def _settle(self, deadline: Deadline) -> None:
         attempt = self._doubt
@@ -403,13 +342,3 @@ class Receiver:
             self._doubt = None
             if self.one_shot:
                 self.bench.forget()
-
-
-def preferred_mode(engine: Engine) -> InstallMode:
-    """The install mode that an engine asks for by its ``install_mode``; ``shadow`` if it asks for none."""
-    asked = getattr(engine, "install_mode", "shadow")
-    if asked == "stream":
-        return "stream"
-    if asked == "shadow":
-        return "shadow"
-    raise ValueError(f"{type(engine).__name__}.install_mode={asked!r}: expected 'shadow' or 'stream'")

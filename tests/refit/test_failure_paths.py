@@ -257,8 +257,8 @@ def test_a_doubt_that_ends_in_abort_does_not_lift_a_quarantine() -> None:
         assert isinstance(cluster.refit(0, only=["v"])[0], QuarantinedError)
         engine.broken = False
         receiver = cluster.receivers[0]
-        receiver.set_state("in_doubt", None)
-        receiver.restore_state()
+        receiver.standing.change("in_doubt")
+        receiver.standing.restore()
         assert receiver.state == "quarantined"
         (error,) = cluster.refit(0)
         assert isinstance(error, QuarantinedError)

@@ -174,6 +174,9 @@ def test_an_outage_before_the_vote_is_an_error_and_leaves_nothing(call: str) -> 
 def test_resolving_waits_no_longer_than_it_may_for_another_threads_refit() -> None:
     with tp_cluster() as cluster:
         receiver = cluster.receivers[0]
-        with receiver._busy, pytest.raises(RefitTimeoutError, match=r"another thread was still under way after 0\.2 s"):
+        with (
+            receiver._turns._lock,
+            pytest.raises(RefitTimeoutError, match=r"another thread was still under way after 0\.2 s"),
+        ):
             receiver.resolve(timeout_s=0.2)
         assert receiver.resolve(timeout_s=1.0) == "empty"
