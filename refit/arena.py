@@ -13,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.refit.devices import HOST, Device
+from reshard.refit.residency import Span, backing_of, require_mapped
 
 if TYPE_CHECKING:
     from reshard.refit.devices import Memory
     from reshard.transports import Transport
 
-__all__ = ["Arena"]
+__all__ = ["Arena", "require_arenas"]
 
 U64 = npt.NDArray[np.uint64]
 
@@ -60,9 +61,17 @@ class Arena:
         except BaseException:
             self._allocation.close()
             raise
+        self._pinned = device.lock(self._allocation.region)
         memory = device.bytes_of(self._allocation)
         self.memory: Memory = memory
         self.base = self._allocation.region.address
+        where = "cpu" if device.memory == "dram" else f"cuda:{device.number}"
+        self.span = Span(next(iter(sizes), "arena"), self.base, self.nbytes, where)
+        """Its addresses."""
+        (self.backing,) = backing_of([self.span])
+        """What stood behind them when they were registered."""
+        self.offsets = dict(zip(sizes, offsets, strict=True))
+        """Where each buffer starts in it, bytes."""
         self.buffers: dict[str, Memory] = {
             name: memory[at : at + size] for (name, size), at in zip(sizes.items(), offsets, strict=True)
         }
@@ -75,6 +84,25 @@ class Arena:
     def close(self) -> None:
         """Withdraw the registration. Arrays handed out keep the memory alive as long as they live. Idempotent."""
         self._registration.close()
+        pinned, self._pinned = self._pinned, None
+        if pinned is not None:
+            pinned.close()
         self.buffers = {}
         self.memory = np.zeros(0, np.uint8)
         self._allocation.close()
+
+
+def require_arenas(arenas: Sequence[Arena], whose: str) -> None:
+    """Raise unless all arenas have the memory that was registered.
+
+    Raises
+    ------
+    UnmappedMemoryError
+        Naming the first; it is of no use any more, also once the engine is awake.
+    """
+    require_mapped(
+        [arena.span for arena in arenas],
+        whose,
+        way_out="wake the engine up and refit again: the buffers are allocated and registered anew then",
+        registered=[arena.backing for arena in arenas],
+    )

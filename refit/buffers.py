@@ -18,27 +18,22 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.refit.cells import CellGrid
-from reshard.refit.devices import HOST, Device, host_bytes
-from reshard.refit.digests import DIGEST_BYTES
+from reshard.refit.devices import HOST, CellRows, Device
 from reshard.refit.header import HEADER_BYTES, SeqLock
+from reshard.refit.preface import Preface, digest_region_bytes
 
 if TYPE_CHECKING:
     from reshard.refit.devices import Memory
     from reshard.rendezvous.types import VersionKey
     from reshard.transports import Transport
 
-__all__ = ["DATA", "DIGESTS", "HEADER", "PublishBuffer", "digest_region_bytes"]
+__all__ = ["DATA", "DIGESTS", "HEADER", "PublishBuffer"]
 
 U64 = npt.NDArray[np.uint64]
 
 DATA, DIGESTS, HEADER = 0, 1, 2
 """Region numbers."""
 _PAGE = 4096
-
-
-def digest_region_bytes(n_cells: int) -> int:
-    """Bytes of the digest region of ``n_cells`` cells."""
-    return max(n_cells, 1) * DIGEST_BYTES
 
 
 class PublishBuffer:
@@ -66,17 +61,9 @@ class PublishBuffer:
         except BaseException:
             self._allocation.close()
             raise
+        self._pinned = device.lock(self._allocation.region)
         memory = device.bytes_of(self._allocation)
-        self._header = memory[:HEADER_BYTES]
-        self._digest_bytes = memory[_PAGE : _PAGE + digests]
-        on_host = device is HOST
-        self.seqlock = SeqLock(
-            host_bytes(self._header) if on_host else np.zeros(HEADER_BYTES, np.uint8),
-            (lambda: None) if on_host else self._put_header,
-        )
-        raw = host_bytes(self._digest_bytes) if on_host else np.zeros(digests, np.uint8)
-        self.digests: U64 = raw.view("<u8").reshape(-1, 2)
-        """The digests (on a device, a host copy of them)."""
+        self._preface = Preface(device, memory[:HEADER_BYTES], memory[_PAGE : _PAGE + digests])
         self.data: Memory = memory[data_at : data_at + data_bytes]
         base = self._allocation.region.address
         self.region_bases = np.array([base + data_at, base + _PAGE, base], np.uint64)
@@ -90,24 +77,27 @@ class PublishBuffer:
         """Readers may come for this version from now on; for none where ``uid`` is empty."""
         self.uid = uid
 
+    @property
+    def seqlock(self) -> SeqLock:
+        """Of its header."""
+        return self._preface.seqlock
+
+    @property
+    def digests(self) -> U64:
+        """The digests as readers see them: uint64[n_cells, 2] (on a device, a host copy)."""
+        return self._preface.digests
+
     def digest(self, grid: CellGrid) -> U64:
         """Digest every cell of the data into the digest region; returns uint64[n_cells, 2]."""
-        out = self.digests[: len(grid)]
-        out[...] = self.device.digest_cells(self.data, grid.offset_bytes, grid.nbytes, grid.tags)
-        if self.device is not HOST:
-            self.device.put(self._digest_bytes, self.digests.reshape(-1).view(np.uint8))
-            self.device.synchronize()
-        return out
-
-    def _put_header(self) -> None:
-        """Take the header to where readers look; all that was written before it is there by then."""
-        self.device.put(self._header, self.seqlock.memory)
-        self.device.synchronize()
+        rows = CellRows(self.data, grid.offset_bytes, grid.nbytes, grid.tags)
+        return self._preface.put_digests(self.device.digest_cells([rows]))
 
     def close(self) -> None:
         """Withdraw the registration and drop the memory; idempotent."""
         self._registration.close()
-        empty = np.zeros(0, np.uint8)
-        self.data = self._header = self._digest_bytes = empty
-        self.digests = np.zeros((0, 2), np.uint64)
+        self._preface.close()
+        self.data = np.zeros(0, np.uint8)
+        pinned, self._pinned = self._pinned, None
+        if pinned is not None:
+            pinned.close()
         self._allocation.close()

@@ -1,4 +1,4 @@
-"""Seconds by stage of one refit, and a hook at the start of each."""
+"""Seconds by stage of one refit or one publication, and a hook at the start of each."""
 
 from __future__ import annotations
 

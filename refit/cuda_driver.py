@@ -1,8 +1,12 @@
-"""What torch does not offer of the CUDA driver: flushing GPUDirect writes.
+"""What torch does not offer of the CUDA driver: flushing GPUDirect writes, and what stands behind an address.
 
 A peer's network card writes past the processor into a GPU's memory. That its completion was seen on the host does not
 always mean that kernels on the GPU see the bytes: where the GPU's ordering attribute does not promise it,
 ``cuFlushGPUDirectRDMAWrites`` does (CUDA Driver API, the entries of that name and ``CUGPUDirectRDMAWritesOrdering``).
+
+An address outlives its memory where an allocator unmaps without giving up the range, as sleeping engines do (vLLM's
+``CuMemAllocator``), and it may come back with other memory behind it. ``cuPointerGetAttribute`` tells
+(``CUpointer_attribute``: MAPPED, MEMORY_BLOCK_ID, BUFFER_ID, IS_GPU_DIRECT_RDMA_CAPABLE).
 """
 
 from __future__ import annotations
@@ -16,13 +20,17 @@ from reshard.refit.errors import RefitError
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["CudaDriver", "DriverLibrary", "load_driver"]
+__all__ = ["CudaDriver", "DriverLibrary", "driver_of", "load_driver"]
 
 _FLUSH_OPTIONS, _WRITES_ORDERING = 117, 118
 """CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS, ..._WRITES_ORDERING."""
 _OPTION_HOST = 1
 _ORDERED_FOR_OWNER = 100
 _TARGET_CURRENT_CONTEXT, _SCOPE_OWNER = 0, 100
+_BUFFER_ID, _MAPPED, _RDMA_CAPABLE, _MEMORY_BLOCK_ID = 7, 13, 15, 20
+"""CU_POINTER_ATTRIBUTE_..."""
+_INVALID_VALUE = 1
+"""What the driver says of an address that it does not know, and of an attribute that it does not know yet."""
 
 
 class DriverLibrary(Protocol):
@@ -38,6 +46,14 @@ class DriverLibrary(Protocol):
 
     def cuFlushGPUDirectRDMAWrites(self, target: int, scope: int) -> int:  # noqa: N802
         """Block until remote writes are visible to ``scope``."""
+        ...
+
+    def cuPointerGetAttribute(self, value: object, attribute: int, address: object) -> int:  # noqa: N802
+        """One attribute of an address."""
+        ...
+
+    def cuMemGetAddressRange_v2(self, base: object, nbytes: object, address: object) -> int:  # noqa: N802
+        """The allocation that an address is in."""
         ...
 
 
@@ -95,6 +111,52 @@ class CudaDriver:
             result = self._library.cuFlushGPUDirectRDMAWrites(_TARGET_CURRENT_CONTEXT, _SCOPE_OWNER)
             self._check(result, "cuFlushGPUDirectRDMAWrites")
 
+    def backing(self, address: int) -> int | None:
+        """An id of the memory behind an address, the same as long as the memory is; None where there is none.
+
+        Ids are the driver's, unique in this process; 0 where the driver gives none.
+
+        Raises
+        ------
+        RefitError
+            If the driver fails, as after an illegal access.
+        """
+        if not self._of_pointer(_MAPPED, address, ctypes.c_int(0)):
+            return None
+        return (
+            self._of_pointer(_MEMORY_BLOCK_ID, address, ctypes.c_uint64(0))
+            or self._of_pointer(_BUFFER_ID, address, ctypes.c_uint64(0))
+            or 0
+        )
+
+    def can_be_registered(self, address: int) -> bool:
+        """Whether network cards may reach the memory; True where the driver is too old to say."""
+        said = self._of_pointer(_RDMA_CAPABLE, address, ctypes.c_int(0))
+        return said is None or bool(said)
+
+    def allocation_of(self, address: int) -> tuple[int, int]:
+        """Base and bytes of the allocation that an address is in.
+
+        Raises
+        ------
+        RefitError
+            If it is in none.
+        """
+        base, nbytes = ctypes.c_uint64(0), ctypes.c_size_t(0)
+        result = self._library.cuMemGetAddressRange_v2(
+            ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address)
+        )
+        self._check(result, f"cuMemGetAddressRange of {address:#x}")
+        return base.value, nbytes.value
+
+    def _of_pointer(self, attribute: int, address: int, value: ctypes.c_int | ctypes.c_uint64) -> int | None:
+        """An attribute of an address; None where the driver does not know the one or the other."""
+        result = self._library.cuPointerGetAttribute(ctypes.byref(value), attribute, ctypes.c_uint64(address))
+        if result == _INVALID_VALUE:
+            return None
+        self._check(result, f"pointer attribute {attribute} of {address:#x}")
+        return int(value.value)
+
     def _attribute(self, device: ctypes.c_int, attribute: int) -> int:
         value = ctypes.c_int(0)
         self._check(
@@ -105,3 +167,15 @@ class CudaDriver:
     def _check(self, result: int, call: str) -> None:
         if result:
             raise RefitError(f"GPU {self.number}: the CUDA driver answers {call} with error {result}")
+
+
+@cache
+def driver_of(number: int) -> CudaDriver:
+    """The driver of one GPU, in the context that torch uses.
+
+    Raises
+    ------
+    RefitError
+        If there is no driver or no such GPU.
+    """
+    return CudaDriver(number)

@@ -14,6 +14,7 @@ it runs on torch's CPU tensors with a stream that records.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
@@ -21,6 +22,7 @@ import numpy.typing as npt
 
 from reshard.planner.execute import run_copies, run_fills
 from reshard.refit.errors import RefitError
+from reshard.refit.pinning import Pinned, pin
 
 if TYPE_CHECKING:
     import torch
@@ -28,15 +30,46 @@ if TYPE_CHECKING:
     from reshard.planner import Plan
     from reshard.refit.checks import Check
     from reshard.transports.base import Allocation
-    from reshard.transports.regions import MemoryKind
+    from reshard.transports.regions import MemoryKind, Region
 
     Memory: TypeAlias = "npt.NDArray[np.uint8] | torch.Tensor"
     """A row of bytes: a uint8 array of the host, or a uint8 tensor of a device; one dim, contiguous."""
 
-__all__ = ["HOST", "Device", "HostDevice", "address_of", "device_of_engine", "host_bytes", "tensor_of"]
+__all__ = [
+    "HOST",
+    "PINNED_HOST",
+    "CellRows",
+    "Device",
+    "HostDevice",
+    "address_of",
+    "device_of_engine",
+    "host_bytes",
+    "tensor_of",
+]
 
 U8 = npt.NDArray[np.uint8]
 U64 = npt.NDArray[np.uint64]
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class CellRows:
+    """Cells that lie in one row of bytes.
+
+    Attributes
+    ----------
+    memory
+        The row.
+    offset_bytes, nbytes : int64[n_cells]
+        Where they lie in it.
+    tags : uint64[n_cells, 2]
+        Of `reshard.refit.digests.cell_tag`.
+    """
+
+    memory: Memory
+    offset_bytes: Int64
+    nbytes: Int64
+    tags: U64
 
 
 class Device(Protocol):
@@ -59,6 +92,10 @@ class Device(Protocol):
 
     def bytes_of(self, allocation: Allocation) -> Memory:
         """The bytes of an allocation of this device."""
+        ...
+
+    def lock(self, region: Region) -> Pinned | None:
+        """Page-lock an allocation that copies between host and GPU go through; None where there is nothing to lock."""
         ...
 
     def quiesce(self) -> None:
@@ -99,10 +136,8 @@ class Device(Protocol):
         """
         ...
 
-    def digest_cells(
-        self, data: Memory, offset_bytes: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64], tags: U64
-    ) -> U64:
-        """Digests of cells that lie in ``data``, uint64[n_cells, 2]; waits for them."""
+    def digest_cells(self, rows: Sequence[CellRows]) -> U64:
+        """Digests of all cells, uint64[n_cells, 2], in the order given; waits for them once."""
         ...
 
     def synchronize(self) -> None:
@@ -111,15 +146,28 @@ class Device(Protocol):
 
 
 class HostDevice:
-    """Host memory: everything is done on the spot, and peers' writes are seen as soon as they are reported."""
+    """Host memory: everything is done on the spot, and peers' writes are seen as soon as they are reported.
+
+    Parameters
+    ----------
+    locked
+        Whether its buffers are page-locked, since a GPU's memory is copied from or into them.
+    """
 
     memory: MemoryKind = "dram"
     number = 0
     in_bulk = False
 
+    def __init__(self, *, locked: bool = False) -> None:
+        self.locked = locked
+
     def bytes_of(self, allocation: Allocation) -> Memory:
         """See `Device.bytes_of`."""
         return allocation.array
+
+    def lock(self, region: Region) -> Pinned | None:
+        """See `Device.lock`."""
+        return pin(region.address, region.nbytes) if self.locked else None
 
     def quiesce(self) -> None:
         """Nothing is ever under way."""
@@ -150,14 +198,15 @@ class HostDevice:
     def digest(self, checks: Sequence[Check], staging: Memory, buffers: Sequence[Memory]) -> None:
         """None: threads digest one cell after the other while more is read (`reshard.refit.verify`)."""
 
-    def digest_cells(
-        self, data: Memory, offset_bytes: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64], tags: U64
-    ) -> U64:
+    def digest_cells(self, rows: Sequence[CellRows]) -> U64:
         """See `Device.digest_cells`."""
         from reshard.refit.digests import digest_many
 
-        out = np.zeros((len(nbytes), 2), np.uint64)
-        digest_many(host_bytes(data), offset_bytes, nbytes, tags, out)
+        out = np.zeros((sum(len(row.nbytes) for row in rows), 2), np.uint64)
+        end = 0
+        for row in rows:
+            first, end = end, end + len(row.nbytes)
+            digest_many(host_bytes(row.memory), row.offset_bytes, row.nbytes, row.tags, out[first:end])
         return out
 
     def synchronize(self) -> None:
@@ -165,6 +214,8 @@ class HostDevice:
 
 
 HOST = HostDevice()
+PINNED_HOST = HostDevice(locked=True)
+"""Host memory beside a GPU that the transport does not reach."""
 
 
 def host_bytes(memory: Memory) -> U8:
@@ -198,6 +249,8 @@ def address_of(memory: Memory) -> int:
 def device_of_engine(engine: object, memory_kinds: Sequence[str]) -> Device:
     """The device that holds an engine's weights, if the engine says so and the transport reaches it; else the host.
 
+    Host memory is page-locked where the weights lie on a GPU all the same: what is installed is copied to it.
+
     Parameters
     ----------
     engine
@@ -207,8 +260,10 @@ def device_of_engine(engine: object, memory_kinds: Sequence[str]) -> Device:
     """
     say = getattr(engine, "destination_device", None)
     where = str(say()) if callable(say) else "cpu"
-    if where.partition(":")[0] != "cuda" or "vram" not in memory_kinds:
+    if where.partition(":")[0] != "cuda":
         return HOST
+    if "vram" not in memory_kinds:
+        return PINNED_HOST
     from reshard.refit.torch_device import TorchDevice
 
     return TorchDevice(where)

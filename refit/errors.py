@@ -7,6 +7,7 @@
         UnattributedWriteError     a loader wrote memory that belongs to no parameter
         UnconsumedSourceError      a published tensor that nobody took
         PublishError               a publisher refused what it was given
+        UnmappedMemoryError        weights that are not in memory now (a sleeping engine), or lie in other memory
         HolderLostError            a holder failed and no replica has what it owed (also ConnectionError)
         StagingBudgetError         a materialised tensor does not fit the staging budget
         VerificationError          bytes do not match the digests of their publisher
@@ -44,6 +45,7 @@ __all__ = [
     "TornReadError",
     "UnattributedWriteError",
     "UnconsumedSourceError",
+    "UnmappedMemoryError",
     "UnsupportedLoaderError",
     "UnverifiedError",
     "VerificationError",
@@ -99,6 +101,22 @@ class UnconsumedSourceError(RefitError):
 
 class PublishError(RefitError, ValueError):
     """A publisher was given tensors or settings that it refuses."""
+
+
+class UnmappedMemoryError(RefitError):
+    """Weights that are to be read or written are not mapped, or not to the memory that was registered.
+
+    Raised before a byte is read, written or offered; what it says at the end is the way out.
+
+    Attributes
+    ----------
+    names : tuple of str
+        What the memory is called: tensors, parameters or buffers.
+    """
+
+    def __init__(self, message: str, *, names: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.names = tuple(names)
 
 
 class HolderLostError(RefitError, ConnectionError):

@@ -1,8 +1,9 @@
 """Publish the live weights themselves, without a copy: nobody may write them while somebody reads.
 
 1. `InPlacePublisher` registers the allocations that the tensors live in, once; a shard is a contiguous tensor
-   inside one of them.
-2. `publish` digests the live bytes and offers them as a version.
+   inside one of them. They lie in host memory or on one GPU.
+2. `publish` makes sure that they are still in memory, waits for what the device does to them, digests the live bytes
+   where they are, and only then offers them as a version.
 3. `fence` ends admission, waits for the leases, and only then lets the trainer write again. `retract` ends
    admission alone.
 
@@ -18,19 +19,21 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from reshard.planner import Holder, Shard, ShardPart
-from reshard.refit import settings
 from reshard.refit.aliases import alias_roots
 from reshard.refit.cells import CellGrid
-from reshard.refit.deadline import Deadline
-from reshard.refit.digests import digest_many, root_of
+from reshard.refit.deadline import Deadline, check_timeout
+from reshard.refit.devices import HOST, CellRows, Device
+from reshard.refit.digests import root_of
 from reshard.refit.errors import PublishError
-from reshard.refit.header import HEADER_BYTES, SeqLock
-from reshard.refit.layout import replica_groups, synchronize
+from reshard.refit.header import HEADER_BYTES
+from reshard.refit.homes import bytes_at, common_device, homes_of
+from reshard.refit.layout import replica_groups
 from reshard.refit.offering import Offering
-from reshard.refit.publisher import Published
+from reshard.refit.preface import Preface, digest_region_bytes
+from reshard.refit.published import Published
+from reshard.refit.residency import Span, require_mapped
 from reshard.refit.tensors import LocalTensor, is_torch
 from reshard.rendezvous.types import VersionKey
 from reshard.transports.regions import Region
@@ -41,8 +44,8 @@ if TYPE_CHECKING:
 
 __all__ = ["InPlacePublisher"]
 
-U8 = npt.NDArray[np.uint8]
 _PAGE = 4096
+_WAKE = "wake the engine up (vLLM: wake_up) and make a new publisher of its tensors, or publish by copy"
 
 
 class InPlacePublisher:
@@ -53,12 +56,21 @@ class InPlacePublisher:
     transport, rendezvous, model, slot, slots, host, ttl_s
         As in `reshard.refit.publisher.Publisher`.
     tensors
-        What this rank holds; contiguous host memory that stays where it is until `close`. They are published in
-        their own dtypes.
+        What this rank holds: contiguous, all in host memory or all on one GPU, and where they are until `close`. They
+        are published in their own dtypes.
     digests
         Whether cell digests are published.
     aliases
         As in `reshard.refit.publisher.Publisher`.
+    device
+        Where they are, and the stream that digests them; read off the tensors if None.
+
+    Raises
+    ------
+    PublishError
+        A tensor that cannot be published where it is, or a transport that does not reach its device; naming it.
+    UnmappedMemoryError
+        A tensor that is not in memory.
     """
 
     def __init__(
@@ -76,6 +88,7 @@ class InPlacePublisher:
         claim: str = "",
         host: str = "",
         ttl_s: float = 10.0,
+        device: Device | None = None,
     ) -> None:
         self._offering = Offering(transport, rendezvous, model=model, slot=slot, slots=slots, host=host, ttl_s=ttl_s)
         self.model, self.slot = model, slot
@@ -85,52 +98,52 @@ class InPlacePublisher:
         self._aliases = dict(aliases or {})
         if self._aliases and not digests:
             raise PublishError("aliases are compared by digest: they cannot be declared with digests=False")
+        where = common_device(self._tensors)
+        self._device = device if device is not None else _device_at(where)
+        if self._device.memory not in transport.capabilities.memory_kinds:
+            raise PublishError(
+                f"slot {slot!r}: transport {transport.name!r} does not reach memory on {where} (it reaches "
+                f"{', '.join(transport.capabilities.memory_kinds)}); publish by copy"
+            )
         self._uid = ""
         self._counters: tuple[int, ...] = ()
-        bases: list[int] = []
-        sizes: list[int] = []
-        owners: list[object] = []
+        homes = homes_of(self._tensors, f"slot {slot!r}")
+        number: dict[int, int] = {}
+        spans: list[Span] = []
+        regions: list[Region] = []
         shards: list[Shard] = []
-        for tensor in self._tensors:
-            base, size, at, owner = _home(tensor)
-            if base not in bases:
-                bases.append(base)
-                sizes.append(size)
-                owners.append(owner)
-            region = bases.index(base)
-            shards.append(
-                Shard(
-                    tensor.name,
-                    tensor.dtype,
-                    tensor.shape,
-                    tensor.start,
-                    tensor.stop,
-                    region,
-                    at,
-                    tensor.replica_group,
-                    tensor.axes,
-                )
-            )
-        holder = Holder(slot, self._offering.host)
+        kind, ordinal = self._device.memory, self._device.number
+        for t, home in zip(self._tensors, homes, strict=True):
+            if home.base not in number:
+                number[home.base] = len(spans)
+                spans.append(Span(t.name, home.base, home.nbytes, where))
+                if home.nbytes:
+                    regions.append(Region(home.base, home.nbytes, kind, ordinal, home.owner))
+            region, at = number[home.base], home.offset_bytes
+            shards.append(Shard(t.name, t.dtype, t.shape, t.start, t.stop, region, at, t.replica_group, t.axes))
+        sizes = [span.nbytes for span in spans]
+        holder = Holder(slot, self._offering.host, kind, ordinal)
         self._grid = CellGrid.of(ShardPart.from_shards(holder, shards, sizes, layout, claim))
-        own = _PAGE + max(len(self._grid), 1) * 16
-        self._allocation = transport.allocate(own)
-        regions = [Region(b, s, "dram", 0, o) for b, s, o in zip(bases, sizes, owners, strict=True) if s]
+        digest_bytes = digest_region_bytes(len(self._grid))
+        self._spans = spans
+        self._backing = require_mapped(spans, f"slot {slot!r}", way_out=_WAKE)
+        self._allocation = transport.allocate(_PAGE + digest_bytes, memory=kind, device=ordinal)
         try:
             self._registration = transport.register([*regions, self._allocation.region])
         except BaseException:
             self._allocation.close()
             raise
-        memory = self._allocation.array
-        self._seqlock = SeqLock(memory[:HEADER_BYTES])
-        self._digest_memory = memory[_PAGE:own].view("<u8").reshape(-1, 2)
+        own = self._device.bytes_of(self._allocation)
+        self._preface = Preface(self._device, own[:HEADER_BYTES], own[_PAGE : _PAGE + digest_bytes])
+        self._seqlock = self._preface.seqlock
         mine = self._allocation.region.address
         self._header_region, self._digest_region = len(sizes), len(sizes) + 1
-        self._bases = np.array([*bases, mine, mine + _PAGE], np.uint64)
-        self._sizes = np.array([*sizes, HEADER_BYTES, own - _PAGE], np.int64)
+        self._bases = np.array([*number, mine, mine + _PAGE], np.uint64)
+        self._sizes = np.array([*sizes, HEADER_BYTES, digest_bytes], np.int64)
         self._part = ShardPart.from_shards(holder, shards, self._sizes.tolist(), layout, claim)
         self._groups = replica_groups(self._part, self._grid)
-        self._views = [_bytes_at(t) for t in self._tensors]
+        self._rows = [self._cells_of(row, tensor) for row, tensor in enumerate(self._tensors)]
+        self._closed = False
 
     def publish(self, *, epoch: int, step: int, layout_epoch: int = 0, timeout_s: float) -> Published:
         """Offer the live bytes as (epoch, step); nobody may write them until `fence` returns.
@@ -139,6 +152,8 @@ class InPlacePublisher:
         ------
         PublishError
             A version is being offered already: call `fence` first.
+        UnmappedMemoryError
+            The engine sleeps, or has slept and lies in other memory now; nothing was read or offered.
         RendezvousError
             As `Publisher.publish`. Where the answer was lost the version may be out: nobody may write before `fence`
             has returned, as if it had been published.
@@ -150,14 +165,11 @@ class InPlacePublisher:
             return self._published(version)
         if self._uid:
             raise PublishError(f"slot {self.slot!r} offers version {self._uid} in place; fence it before the next one")
-        synchronize(self._tensors)
+        require_mapped(self._spans, f"slot {self.slot!r}", way_out=_WAKE, registered=self._backing)
+        self._device.quiesce()  # what other streams are still writing belongs to the version
         root, roots = b"", {}
         if self._digests:
-            out = self._digest_memory[: len(self._grid)]
-            for row, view in enumerate(self._views):
-                cells = slice(int(self._grid.first[row]), int(self._grid.first[row + 1]))
-                within = self._grid.offset_bytes[cells] - self._part.offset_bytes[row]
-                digest_many(view, within, self._grid.nbytes[cells], self._grid.tags[cells], out[cells])
+            out = self._preface.put_digests(self._device.digest_cells(self._rows))
             root = root_of(out)
             roots = {str(g): root_of(out[cells], key) for g, (cells, key) in self._groups.items()}
             roots |= alias_roots(self._part, self._grid, out, self._aliases, slot=self.slot)
@@ -173,6 +185,8 @@ class InPlacePublisher:
             digest_region=self._digest_region,
             digest_root=root,
             roots=roots,
+            memory=self._device.memory,
+            device=self._device.number,
             empty=not any(t.n_elems for t in self._tensors),
             layout_epoch=layout_epoch,
             hold=self._hold,
@@ -184,12 +198,16 @@ class InPlacePublisher:
         self._uid = uid
 
     def _published(self, version: VersionKey) -> Published:
-        return Published(version, self._uid, False, int(sum(v.size for v in self._views)), {})
+        return Published(version, self._uid, False, int(self._grid.nbytes.sum()), {})
 
     def retract(self, *, timeout_s: float) -> None:
-        """Admit no new readers; those that have a lease go on."""
+        """Admit no new readers; those that have a lease go on, so that nobody may write before `fence` has returned.
+
+        Does nothing where no version is offered, or this one is retracted already.
+        """
+        self._offering.require_open()
         if self._uid:
-            self._rendezvous.close_admission(self._uid, timeout_s=timeout_s)
+            self._rendezvous.close_admission(self._uid, timeout_s=check_timeout(timeout_s))
 
     def fence(self, *, timeout_s: float) -> None:
         """Wait until nobody reads; on return the trainer may write.
@@ -201,6 +219,7 @@ class InPlacePublisher:
         PublishError
             Torch's version counters moved while the version was offered: readers may have seen the change.
         """
+        self._offering.require_open()
         deadline = Deadline(timeout_s, f"fence of slot {self.slot!r}")
         if not self._uid:
             self._seqlock.begin()
@@ -217,10 +236,14 @@ class InPlacePublisher:
 
     def close(self) -> None:
         """Leave the rendezvous and withdraw the registration; the tensors stay the trainer's. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         self._offering.close()
         self._seqlock.begin()
         self._registration.close()
-        self._digest_memory = np.zeros((0, 2), np.uint64)
+        self._preface.close()
+        self._rows = []
         self._allocation.close()
 
     def __enter__(self) -> Self:
@@ -229,47 +252,21 @@ class InPlacePublisher:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
+    def _cells_of(self, row: int, tensor: LocalTensor) -> CellRows:
+        """The cells of one tensor, where it lies."""
+        cells = slice(int(self._grid.first[row]), int(self._grid.first[row + 1]))
+        within = self._grid.offset_bytes[cells] - self._part.offset_bytes[row]
+        return CellRows(bytes_at(tensor), within, self._grid.nbytes[cells], self._grid.tags[cells])
+
     def _versions(self) -> tuple[int, ...]:
         """Torch's counters of in-place writes; 0 for NumPy arrays."""
         return tuple(int(t.data._version) if is_torch(t.data) else 0 for t in self._tensors)  # type: ignore[union-attr]
 
 
-def _bytes_at(tensor: LocalTensor) -> U8:
-    """The bytes of a contiguous host tensor."""
-    if is_torch(tensor.data):
-        import torch
+def _device_at(where: str) -> Device:
+    """The host, or a GPU by its name."""
+    if where == "cpu":
+        return HOST
+    from reshard.refit.torch_device import TorchDevice
 
-        flat: torch.Tensor = tensor.data.detach().reshape(-1)  # type: ignore[union-attr]
-        return np.asarray(flat.view(torch.uint8).numpy()) if flat.numel() else np.zeros(0, np.uint8)
-    return np.asarray(tensor.data).reshape(-1).view(np.uint8)
-
-
-def _home(tensor: LocalTensor) -> tuple[int, int, int, object]:
-    """Base address and size of the allocation that holds a tensor, where the tensor starts in it, and its owner.
-
-    Raises
-    ------
-    PublishError
-        Not contiguous, not in host memory, or in memory that cannot be registered.
-    """
-    data = tensor.data
-    if is_torch(data):
-        device, contiguous = data.device.type, data.is_contiguous()  # type: ignore[union-attr]
-        if device != "cpu":
-            if variable := settings.expandable_segments():
-                raise PublishError(
-                    f"tensor {tensor.name!r} is in an expandable CUDA segment, which cannot be registered; unset "
-                    f"expandable_segments in {variable}, or publish by copy"
-                )
-            raise PublishError(f"tensor {tensor.name!r} is on {device}; publish device memory by copy")
-        if not contiguous:
-            raise PublishError(f"tensor {tensor.name!r} is not contiguous; publish it by copy")
-        storage = data.untyped_storage()  # type: ignore[union-attr]
-        return int(storage.data_ptr()), int(storage.nbytes()), int(data.data_ptr() - storage.data_ptr()), data  # type: ignore[union-attr]
-    array = np.asarray(data)
-    if not array.flags.c_contiguous:
-        raise PublishError(f"tensor {tensor.name!r} is not C-contiguous; publish it by copy")
-    owner = array
-    while isinstance(owner.base, np.ndarray) and owner.base.flags.c_contiguous:
-        owner = owner.base
-    return int(owner.ctypes.data), int(owner.nbytes), int(array.ctypes.data - owner.ctypes.data), owner
+    return TorchDevice(where)

@@ -13,27 +13,25 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
-import numpy as np
-
 from reshard.planner import Holder
 from reshard.refit.aliases import alias_roots
-from reshard.refit.buffers import DIGESTS, HEADER, PublishBuffer, digest_region_bytes
+from reshard.refit.buffers import DIGESTS, HEADER, PublishBuffer
+from reshard.refit.clock import StageClock
 from reshard.refit.deadline import Deadline, check_timeout
-from reshard.refit.devices import HOST, Device
+from reshard.refit.devices import HOST, PINNED_HOST, Device
 from reshard.refit.digests import root_of
 from reshard.refit.errors import PublishError
-from reshard.refit.header import HEADER_BYTES
-from reshard.refit.hints import merge_hints
-from reshard.refit.layout import Cuts, PackedLayout, WireRule, build_layout, signature_of, synchronize
+from reshard.refit.layout import Cuts, PackedLayout, WireRule, synchronize
 from reshard.refit.names import names_of
 from reshard.refit.offering import Offering
-from reshard.refit.tensors import LocalTensor
+from reshard.refit.published import Published
+from reshard.refit.relayout import LayoutInForce
+from reshard.refit.residency import require_mapped, spans_of
+from reshard.refit.tensors import LocalTensor, is_torch
 from reshard.rendezvous.types import VersionKey
 
 if TYPE_CHECKING:
@@ -44,28 +42,7 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["Published", "Publisher"]
 
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """What a `Publisher.publish` did.
-
-    Attributes
-    ----------
-    uid
-        The version's id at the rendezvous; empty where it was skipped.
-    skipped
-        The buffer was still being read and ``on_busy="skip"``.
-    wire_bytes
-        Bytes of the data region.
-    stages
-        Seconds by stage: layout, wait, pack, digest, publish.
-    """
-
-    version: VersionKey
-    uid: str
-    skipped: bool
-    wire_bytes: int
-    stages: dict[str, float]
+_WAKE = "bring the trainer's weights back into memory before publishing them"
 
 
 class Publisher:
@@ -129,17 +106,20 @@ class Publisher:
         self._offering = Offering(transport, rendezvous, model=model, slot=slot, slots=slots, host=host, ttl_s=ttl_s)
         self.model, self.slot, self.slots = model, slot, self._offering.slots
         self._transport, self._rendezvous = transport, rendezvous
-        self._rule = WireRule(wire_dtype, names_of(wire_dtype_exceptions, "wire_dtype_exceptions"))
         self._n_buffers, self._on_busy, self._digests = buffers, on_busy, digests
         self._aliases = dict(aliases or {})
         if self._aliases and not digests:
             raise PublishError("aliases are compared by digest: they cannot be declared with digests=False")
-        self._cut_hints = cut_hints
         self._device = device
-        self._hints: tuple[int, Cuts] = (0, {})
-        self._layout_name, self._claim = layout, claim
-        self._layout: PackedLayout | None = None
-        self._signature = b""
+        self._layouts = LayoutInForce(
+            rendezvous,
+            model,
+            Holder(slot, self._offering.host, device.memory, device.number),
+            WireRule(wire_dtype, names_of(wire_dtype_exceptions, "wire_dtype_exceptions")),
+            follow_hints=cut_hints,
+            layout=layout,
+            claim=claim,
+        )
         self._buffers: list[PublishBuffer] = []
         self._newest: PublishBuffer | None = None
         self._busy = threading.Lock()
@@ -183,6 +163,8 @@ class Publisher:
         ------
         PublishError
             No tensors without ``empty`` (or some with it), or a tensor that cannot be published.
+        UnmappedMemoryError
+            A tensor that is not in memory: the trainer's weights are offloaded, or their engine sleeps.
         FenceTimeoutError
             The buffer to overwrite was being read until the deadline.
         RendezvousError
@@ -215,40 +197,33 @@ class Publisher:
                 "nothing says so with "
                 "empty=True, and only then"
             )
-        stages: dict[str, float] = {}
-        clock = time.perf_counter()
-
-        def lap(stage: str) -> None:
-            nonlocal clock
-            now = time.perf_counter()
-            stages[stage] = now - clock
-            clock = now
-
+        clock = StageClock()
+        clock.enter("publish")
         held = self._unanswered(version)
         if held is not None and self._offering.again(version, deadline, held.hold):
             self._newest = held
-            lap("publish")
-            return Published(version, held.uid, False, int(held.data.nbytes), stages)
-        if cuts is None and self._cut_hints:
-            cuts = self._cuts_of(layout_epoch, deadline)
-        layout = self._lay_out(given, cuts, deadline)
-        lap("layout")
-        buffer = self._free_buffer(deadline)
-        lap("wait")
+            return Published(version, held.uid, False, int(held.data.nbytes), clock.stop())
+        clock.enter("layout")
+        require_mapped(spans_of((t.name, t.data) for t in given), f"slot {self.slot!r}", way_out=_WAKE)
+        layout, changed = self._layouts.of(given, cuts, layout_epoch, deadline)
+        clock.enter("wait")
+        free = not changed or self._end_all(deadline)
+        buffer = self._free_buffer(layout, any(_on_gpu(t) for t in given), deadline) if free else None
         if buffer is None:
-            return Published(version, "", True, 0, stages)
+            return Published(version, "", True, 0, clock.stop())
+        clock.enter("pack")
         buffer.seqlock.begin()
         buffer.uid = ""
         synchronize(given)
         layout.pack(given, buffer.data)
         synchronize(given)
-        lap("pack")
+        clock.enter("digest")
         root, roots = b"", {}
         if self._digests:
             digests = buffer.digest(layout.grid)
             root, roots = root_of(digests), layout.roots(digests)
             roots |= alias_roots(layout.part, layout.grid, digests, self._aliases, slot=self.slot)
-        lap("digest")
+        clock.enter("publish")
         buffer.seqlock.commit(version.epoch, version.step)
         buffer.version = version
         self._offering.offer(
@@ -268,9 +243,8 @@ class Publisher:
             hold=buffer.hold,
         )
         self._newest = buffer
-        lap("publish")
         logger.debug("slot %s published %s: %d bytes", self.slot, version, layout.data_bytes)
-        return Published(version, buffer.uid, False, layout.data_bytes, stages)
+        return Published(version, buffer.uid, False, layout.data_bytes, clock.stop())
 
     def close(self) -> None:
         """Leave the rendezvous and free the buffers. Readers that still hold a lease will notice. Idempotent.
@@ -288,43 +262,42 @@ class Publisher:
 
     # -- steps
 
-    def _lay_out(self, tensors: Sequence[LocalTensor], cuts: Cuts | None, deadline: Deadline) -> PackedLayout:
-        signature = signature_of(tensors, self._rule, cuts)
-        if self._layout is not None and signature == self._signature:
-            return self._layout
-        layout = build_layout(
-            Holder(self.slot, self._offering.host, self._device.memory, self._device.number),
-            tensors,
-            self._rule,
-            cuts=cuts,
-            layout=self._layout_name,
-            claim=self._claim,
-            extra_regions=lambda n_cells: (digest_region_bytes(n_cells), HEADER_BYTES),
-        )
-        for buffer in self._buffers:
-            if buffer.uid:
+    def _end_all(self, deadline: Deadline) -> bool:
+        """End what the buffers hold and let go of them: their layout has changed. False to skip the version instead."""
+        held = [buffer for buffer in self._buffers if buffer.uid]
+        try:
+            if any(self._to_be_skipped(buffer, deadline) for buffer in held):
+                self._layouts.forget()
+                return False
+            for buffer in held:
                 self._end(buffer, deadline)
+        except BaseException:
+            self._layouts.forget()  # the buffers still have the old one
+            raise
         self._drop_buffers()
-        self._layout, self._signature = layout, signature
-        return layout
+        return True
 
-    def _free_buffer(self, deadline: Deadline) -> PublishBuffer | None:
+    def _free_buffer(self, layout: PackedLayout, from_gpu: bool, deadline: Deadline) -> PublishBuffer | None:
         """A buffer that nobody reads; None where it is busy and the version is to be skipped."""
-        layout = self._layout
-        if layout is None:
-            raise PublishError("no layout")
+        device = PINNED_HOST if from_gpu and self._device is HOST else self._device
         while len(self._buffers) < self._n_buffers:
             # All at once, so that the endpoint message that readers connect by does not change at the second version.
-            self._buffers.append(PublishBuffer(self._transport, layout.data_bytes, len(layout.grid), self._device))
+            self._buffers.append(PublishBuffer(self._transport, layout.data_bytes, len(layout.grid), device))
         choice = self._buffers[0]
         if len(self._buffers) > 1 and choice is self._newest:
             choice = self._buffers[1]
         if choice.uid:
-            if self._on_busy == "skip" and self._offering.is_leased(choice.uid, deadline):
-                logger.info("slot %s: version %s is still being read; skipping", self.slot, choice.uid)
+            if self._to_be_skipped(choice, deadline):
                 return None
             self._end(choice, deadline)
         return choice
+
+    def _to_be_skipped(self, buffer: PublishBuffer, deadline: Deadline) -> bool:
+        """Whether somebody reads what would be overwritten, and that is no reason to wait."""
+        busy = self._on_busy == "skip" and self._offering.is_leased(buffer.uid, deadline)
+        if busy:
+            logger.info("slot %s: version %s is still being read; skipping", self.slot, buffer.uid)
+        return busy
 
     def _unanswered(self, version: VersionKey) -> PublishBuffer | None:
         """The buffer that holds ``version`` already, because publishing it failed after it was sent."""
@@ -335,17 +308,6 @@ class Publisher:
         self._offering.end(buffer.uid, deadline)
         buffer.uid = ""
 
-    def _cuts_of(self, layout_epoch: int, deadline: Deadline) -> Cuts:
-        """The receivers' cut hints of a layout epoch, merged; none for epoch 0."""
-        if not layout_epoch:
-            return {}
-        if self._hints[0] != layout_epoch:
-            found = self._rendezvous.get_cuts(
-                self.model, layout_epoch=layout_epoch, timeout_s=deadline.remaining("get cut hints")
-            )
-            self._hints = (layout_epoch, merge_hints(found))
-        return self._hints[1]
-
     def _drop_buffers(self) -> None:
         buffers, self._buffers, self._newest = self._buffers, [], None
         for buffer in buffers:
@@ -354,4 +316,8 @@ class Publisher:
     @property
     def registered_bytes(self) -> int:
         """Bytes of registered memory held now."""
-        return int(sum(int(np.sum(b.region_bytes)) for b in self._buffers))
+        return int(sum(int(b.region_bytes.sum()) for b in self._buffers))
+
+
+def _on_gpu(tensor: LocalTensor) -> bool:
+    return is_torch(tensor.data) and tensor.data.device.type == "cuda"  # type: ignore[union-attr]

@@ -2,9 +2,11 @@
 
 1. The boxes are those that the plan's blocks put, uncast and contiguous, into the arena that the engine was
    installed from.
-2. They are offered under a model name of their own, as the version that is served, one slot a member; equal boxes
+2. They are digested, and then held against the trainer's digests of that refit (`reshard.refit.rechecking`): what was
+   changed since is not offered.
+3. They are offered under a model name of their own, as the version that is served, one slot a member; equal boxes
    of several members are claimed equal by their layouts' common claim.
-3. Before the arena is written again the offer is fenced.
+4. Before the arena is written again the offer is fenced.
 
 Refused where the bytes are no longer the published ones: the engine keeps only kernel layouts, or a tensor was
 cast, computed or scattered on its way.
@@ -12,6 +14,7 @@ cast, computed or scattered on its way.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -24,17 +27,21 @@ from reshard.planner.errors import format_box
 from reshard.refit.arena import Arena
 from reshard.refit.cells import CellGrid
 from reshard.refit.deadline import Deadline
-from reshard.refit.devices import address_of
-from reshard.refit.digests import DIGEST_BYTES, root_of
-from reshard.refit.errors import PublishError
-from reshard.refit.header import HEADER_BYTES, SeqLock
+from reshard.refit.devices import CellRows
+from reshard.refit.digests import root_of
+from reshard.refit.errors import PublishError, UnverifiedError, VerificationError
+from reshard.refit.header import HEADER_BYTES
 from reshard.refit.offering import Offering
-from reshard.refit.publisher import Published
+from reshard.refit.preface import Preface, digest_region_bytes
+from reshard.refit.published import Published
+from reshard.refit.rechecking import recheck
 from reshard.rendezvous.types import VersionKey
 
 if TYPE_CHECKING:
     from reshard.planner import Plan
     from reshard.refit.receiver import Receiver
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["ServeOn", "shards_in_place"]
 
@@ -98,16 +105,26 @@ class ServeOn:
         What the offers are called; ``MODEL@GROUP`` by default.
     partial
         Offer what can be offered and leave the rest out, instead of refusing.
+    require_verified
+        Refuse to offer bytes that cannot be held against the trainer's digests any more.
     fence_timeout_s
         How long a refit of the receiver waits for this offer's readers.
     """
 
     def __init__(
-        self, receiver: Receiver, *, model: str = "", partial: bool = False, fence_timeout_s: float = 60.0
+        self,
+        receiver: Receiver,
+        *,
+        model: str = "",
+        partial: bool = False,
+        require_verified: bool = False,
+        fence_timeout_s: float = 60.0,
     ) -> None:
         self._receiver = receiver
         self.model = model or f"{receiver.model}@{receiver.group}"
-        self._partial = partial
+        self._partial, self._require_verified = partial, require_verified
+        self.rechecked_bytes = 0
+        """Of the newest offer: bytes that were held against the trainer's digests."""
         self._fence_timeout_s = fence_timeout_s
         self._offering = Offering(
             receiver.transport,
@@ -136,7 +153,7 @@ class ServeOn:
         r = self._receiver
         deadline = Deadline(timeout_s, f"serving on from member {r.member!r}")
         self._offering.require_open()
-        version, planned, arena = r.check_serving(), r.bench.planned, r.reader.served
+        version, planned, arena = r.check_serving(), r.bench.planned, r.reader.arenas.served
         key = VersionKey(self.model, version.epoch, version.step)
         if self._uid and key == self._key:
             self._offering.again(key, deadline, self._hold)
@@ -153,28 +170,24 @@ class ServeOn:
                 "a refit "
                 "has failed since)"
             )
-        offsets = {name: address_of(b) - arena.base for name, b in arena.buffers.items()}
-        shards, refused = shards_in_place(planned.plan, offsets)
+        shards, refused = shards_in_place(planned.plan, arena.offsets)
         if refused and not self._partial:
             raise PublishError(
                 f"member {r.member!r}: {len(refused)} boxes are not as they were published: {'; '.join(refused[:5])}"
             )
         self.fence(timeout_s=deadline.remaining("fence"))
-        holder = Holder(r.member, self._offering.host, r.reader.device.memory, r.reader.device.number)
-        grid = CellGrid.of(ShardPart.from_shards(holder, shards, [arena.nbytes], r.member, r.group))
-        sizes = {"header": HEADER_BYTES, "digests": max(len(grid), 1) * DIGEST_BYTES}
         device = r.reader.device
-        meta = Arena(r.transport, sizes, device=device)
+        holder = Holder(r.member, self._offering.host, device.memory, device.number)
+        grid = CellGrid.of(ShardPart.from_shards(holder, shards, [arena.nbytes], r.member, r.group))
+        digests = device.digest_cells([CellRows(arena.memory, grid.offset_bytes, grid.nbytes, grid.tags)])
+        self._recheck(arena, grid, version, deadline)
+        sizes = {"header": HEADER_BYTES, "digests": digest_region_bytes(len(grid))}
         region_bytes = [arena.nbytes, *sizes.values()]
         part = ShardPart.from_shards(holder, shards, region_bytes, r.member, r.group)
-        digests = np.zeros((max(len(grid), 1), 2), "<u8")
-        digests[: len(grid)] = device.digest_cells(arena.memory, grid.offset_bytes, grid.nbytes, grid.tags)
-        device.put(meta.buffers["digests"], digests.reshape(-1).view(np.uint8))
-        digests = digests[: len(grid)]
-        header = SeqLock(np.zeros(HEADER_BYTES, np.uint8))
-        header.commit(version.epoch, version.step)
-        device.put(meta.buffers["header"], header.memory)
-        device.synchronize()
+        meta = Arena(r.transport, sizes, device=device)
+        preface = Preface(device, meta.buffers["header"], meta.buffers["digests"])
+        preface.put_digests(digests)
+        preface.seqlock.commit(version.epoch, version.step)
         self._arena, self._meta = arena, meta
         self._key, self._n_bytes = key, int(grid.nbytes.sum())
         try:
@@ -198,6 +211,35 @@ class ServeOn:
                 meta.close()
             raise
         return Published(key, self._uid, False, self._n_bytes, {})
+
+    def _recheck(self, arena: Arena, grid: CellGrid, version: VersionKey, deadline: Deadline) -> None:
+        """After the boxes were digested, so that no change falls between; see `reshard.refit.rechecking`."""
+        r, n_bytes = self._receiver, int(grid.nbytes.sum())
+        trusted = r.bench.trusted
+        ends = (grid.offset_bytes + grid.nbytes).tolist()
+        offered = list(zip(grid.offset_bytes.tolist(), ends, strict=True))
+        try:
+            same = recheck(trusted, arena, r.reader.device, offered, deadline) if trusted is not None else 0
+        except VerificationError as error:
+            raise VerificationError(
+                f"member {r.member!r}: what it serves as {version} is no longer what it verified, and is not offered; "
+                f"refit it: {error}",
+                cells=error.cells,
+            ) from error
+        if self._require_verified and same < n_bytes:
+            raise UnverifiedError(
+                f"member {r.member!r}: {same} of {n_bytes} bytes could be held against the trainer's digests; the "
+                "others were read in part, through staging or without verification: give the trainer this receiver's "
+                "cut hints, or drop require_verified"
+            )
+        self.rechecked_bytes = same
+        logger.info(
+            "member %s serves %s on: %d of %d bytes were held against the trainer's digests",
+            r.member,
+            version,
+            same,
+            n_bytes,
+        )
 
     def _hold(self, uid: str) -> None:
         """Readers may come for this version from now on; for none where ``uid`` is empty."""

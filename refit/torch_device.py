@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     import torch
 
     from reshard.planner import Plan
-    from reshard.refit.devices import Memory
+    from reshard.refit.devices import CellRows, Memory
+    from reshard.refit.pinning import Pinned
     from reshard.transports.base import Allocation
-    from reshard.transports.regions import MemoryKind
+    from reshard.transports.regions import MemoryKind, Region
 
 __all__ = ["CpuRuntime", "CudaRuntime", "Runtime", "TorchDevice"]
 
@@ -171,6 +172,10 @@ class TorchDevice:
         tensor: torch.Tensor = owner  # type: ignore[assignment]
         return tensor[: allocation.region.nbytes]
 
+    def lock(self, region: Region) -> Pinned | None:
+        """See `Device.lock`: a GPU's memory needs no lock, and torch's CPU tensors stand for a GPU's."""
+        return None
+
     def fill(self, memory: Memory, value: int) -> None:
         """See `Device.fill`."""
         with self._runtime.on_stream():
@@ -290,13 +295,17 @@ class TorchDevice:
 
         return result
 
-    def digest_cells(self, data: Memory, offset_bytes: Int64, nbytes: Int64, tags: U64) -> U64:
+    def digest_cells(self, rows: Sequence[CellRows]) -> U64:
         """See `Device.digest_cells`."""
         with self._runtime.on_stream():
-            made = digest_cells(self._own(data), offset_bytes, nbytes, tags).to("cpu", non_blocking=True)
+            made = [
+                digest_cells(self._own(r.memory), r.offset_bytes, r.nbytes, r.tags).to("cpu", non_blocking=True)
+                for r in rows
+                if len(r.nbytes)
+            ]
         self._runtime.synchronize()
-        found: U64 = made.numpy().view(np.uint64)
-        return found
+        found = [m.numpy().view(np.uint64) for m in made]
+        return np.concatenate(found) if found else np.zeros((0, 2), np.uint64)
 
     # -- helpers
 

@@ -9,19 +9,22 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from reshard.planner.cuts import cuts
-from reshard.refit.arena import Arena
+from reshard.refit.arena import Arena, require_arenas
 from reshard.refit.checks import Checks, build_checks
 from reshard.refit.clock import StageClock
 from reshard.refit.deadline import Deadline
-from reshard.refit.engine import Captured, Engine, StreamEngine
-from reshard.refit.errors import QuarantinedError, RefitError
+from reshard.refit.engine import Captured, Engine, InstallMode, StreamEngine
+from reshard.refit.errors import RefitError, UnmappedMemoryError
 from reshard.refit.planning import Gate, Planned, manifest_of, plan_refit, topology_digest, with_holders
 from reshard.refit.reader import Reader
+from reshard.refit.rechecking import TrustedDigests, keep_digests
 from reshard.refit.records import DiscoveryRecord, emit
+from reshard.refit.residency import require_awake
 from reshard.refit.streaming import Streamer, StreamPart
+from reshard.refit.trust import require_trusted
 from reshard.refit.verify import Mode
 from reshard.rendezvous.errors import RendezvousError
 from reshard.transports.errors import TransferTimeoutError
@@ -34,9 +37,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["BenchSettings", "InstallMode", "Workbench"]
+__all__ = ["BenchSettings", "Workbench"]
 
-InstallMode = Literal["shadow", "stream"]
 _QUARANTINE_S = 10.0
 _HINTS_S = 2.0
 """Cut hints are an offer; a service that does not answer must not cost the refit its time."""
@@ -75,6 +77,8 @@ class Workbench:
         self.planned: Planned | None = None
         self.checks: Checks | None = None
         self.on_overwrite: Callable[[Arena, Deadline], None] | None = None
+        self.trusted: TrustedDigests | None = None
+        """The trainer's digests of what the engine was last installed from, where they were read."""
         self._streamer: Streamer | None = None
         self._signature = b""
 
@@ -115,6 +119,7 @@ class Workbench:
 
         It is new where a table, the selection, the options or the engine's memory has changed since the last plan.
         """
+        self.require_mapped()
         topology = topology_digest(manifest, only, self.settings.options, without)
         signature = self.engine.signature()
         if self.planned is not None and self.planned.topology == topology and signature == self._signature:
@@ -167,7 +172,7 @@ class Workbench:
     def allocate(self) -> None:
         """Allocate and register what the plan in force needs and is not there yet."""
         if self.settings.install_mode == "shadow":
-            self.reader.allocate()
+            self.reader.arenas.allocate()
         elif self._streamer is None and self.planned is not None:
             self._streamer = Streamer(
                 self.transport,
@@ -194,7 +199,7 @@ class Workbench:
                 self.transport.wait_quarantine(timeout_s=min(max(left_s / 2, 1.0), _QUARANTINE_S))
         if self._in_doubt():
             self.drop_streamer()
-            if hit := self.reader.poisoned():
+            if hit := self.reader.arenas.poisoned():
                 self.reader.give_up(hit)
                 self.planned = None
 
@@ -202,7 +207,7 @@ class Workbench:
         """Whether memory that is in use here may still be written late."""
         if not self.transport.quarantined():
             return False
-        return self._streamer is not None or bool(self.reader.poisoned())
+        return self._streamer is not None or bool(self.reader.arenas.poisoned())
 
     def seed(self, planned: Planned, buffers: Mapping[str, Memory], *, quarantined: bool) -> None:
         """Fill buffers that the plan writes only in part with the live bytes."""
@@ -211,39 +216,25 @@ class Workbench:
             self.engine.read_live(name, buffers[name])
 
     def require_trusted(self, planned: Planned, *, quarantined: bool) -> None:
-        """Refuse a partial refit of a quarantined rank, or of an engine that must be written whole."""
-        written = set(planned.plan.buffers.names_list)
-        left_out = [name for name in getattr(self.engine, "must_write", ()) if name not in written]
-        if left_out:
-            raise RefitError(
-                f"member {self.settings.member!r}: parameter {left_out[0]!r} ({len(left_out)} such) is not part of "
-                f"this refit, but {type(self.engine).__name__} keeps no load layout: each refit must write them all"
-            )
-        left = sorted(set(planned.captured.reads.buffers.names_list) - written)
-        if quarantined and left:
-            raise QuarantinedError(
-                f"member {self.settings.member!r} is quarantined and this refit leaves {left[0]!r} as it is "
-                f"({len(left)} such parameters), whatever version that is of; refit in full"
-            )
-        if planned.seeded and quarantined:
-            raise QuarantinedError(
-                f"member {self.settings.member!r} is quarantined and this refit writes {planned.seeded[0]!r} in "
-                f"part ({len(planned.seeded)} such parameters): it needs old weights that cannot be trusted; "
-                "refit in full"
-            )
+        """As `reshard.refit.trust.require_trusted`, for this rank."""
+        require_trusted(planned, self.engine, self.settings.member, quarantined=quarantined)
 
     def run_loader(self, planned: Planned, buffers: Mapping[str, Memory]) -> None:
         """Run the engine's loader on materialised sources, into shadow buffers."""
-        sources = self.reader.materialised(planned.materialised_buffers)
+        sources = self.reader.arenas.materialised(planned.materialised_buffers)
         wanted = {n: buffers[n] for n in planned.captured.loader_buffers if n in buffers}
         self.engine.load_materialised(sources, wanted)
 
-    def install(self, *, again: bool) -> None:
-        """Make the shadow buffers live; a destination that was reallocated meanwhile is refused."""
+    def install(self, manifest: Manifest, *, again: bool) -> None:
+        """Make the shadow buffers live; a destination that was reallocated or unmapped meanwhile is refused."""
         self._require_same_memory()
-        self.engine.install(self.reader.shadow().buffers)
-        self.reader.turn(again=again)
+        self.engine.install(self.reader.arenas.shadow().buffers)
+        self.reader.arenas.turn(again=again)
         self._signature = self.engine.signature()
+        self.trusted = None
+        if self.checks is not None and self.planned is not None:
+            names = self.planned.plan.buffers.names_list
+            self.trusted = keep_digests(self.checks, names, manifest, self.reader.arenas.digests)
 
     def stream_parts(self) -> Sequence[StreamPart]:
         """The parts to be streamed into the paused engine."""
@@ -313,6 +304,23 @@ class Workbench:
     def _require_same_memory(self) -> None:
         if self.engine.signature() != self._signature:
             raise RefitError("a parameter was reallocated after this refit was planned")
+        require_awake(self.engine, f"member {self.settings.member!r}")
+
+    def require_mapped(self) -> None:
+        """Refuse to touch weights and buffers that are not in memory: the engine sleeps, or has slept since.
+
+        Raises
+        ------
+        UnmappedMemoryError
+            Naming the first. Registered buffers that lost their memory are given up, so that the next refit is cold.
+        """
+        whose = f"member {self.settings.member!r}"
+        require_awake(self.engine, whose)
+        try:
+            require_arenas(self.reader.arenas.all(), whose)
+        except UnmappedMemoryError:
+            self.forget()
+            raise
 
     def drop_streamer(self) -> None:
         """Free what streaming took."""
@@ -324,8 +332,8 @@ class Workbench:
         """Called before an arena is read into; whoever serves it to others must have stopped when this returns."""
         if self.on_overwrite is not None:
             self.on_overwrite(arena, deadline)
-        if self.reader.served is arena:
-            self.reader.served = None
+        if self.reader.arenas.served is arena:
+            self.reader.arenas.served = None
 
     def set_verify(self, mode: Mode) -> None:
         """Take another mode of verification; what was planned without cells is planned anew when they are asked for."""

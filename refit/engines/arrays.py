@@ -25,6 +25,7 @@ from reshard.planner.errors import TableError
 from reshard.refit.devices import host_bytes
 from reshard.refit.engine import Captured, EngineParameter
 from reshard.refit.errors import RefitError
+from reshard.refit.residency import Span, spans_of
 from reshard.refit.tensors import SourceTensor
 
 if TYPE_CHECKING:
@@ -125,6 +126,10 @@ class ArrayEngine:
 
     def _label(self, name: str) -> str:
         return self._dtypes.get(name) or self._arrays[name].dtype.name
+
+    def live_spans(self) -> list[Span]:
+        """Where the arrays lie, for `reshard.refit.residency.require_awake`."""
+        return spans_of(self._arrays.items())
 
     # -- the Engine protocol
 

@@ -22,11 +22,12 @@ from reshard.planner.errors import require
 from reshard.refit.capture import record
 from reshard.refit.devices import tensor_of
 from reshard.refit.engine import Captured, EngineParameter
-from reshard.refit.engines.places import Place, places_of, signature_of, torch_dtype
+from reshard.refit.engines.places import Place, live_spans, places_of, signature_of, torch_dtype
 from reshard.refit.errors import RefitError, UnsupportedLoaderError
 from reshard.refit.names import names_of
 from reshard.refit.recording import Recording, Write
 from reshard.refit.redirect import run_redirected
+from reshard.refit.residency import Span
 from reshard.refit.seen import Seen
 from reshard.refit.tensors import SourceTensor
 
@@ -95,6 +96,10 @@ class LoaderEngine:
         """Where all parameters lie (``cuda:0``), for destinations beside them; ``cpu`` where they lie on several."""
         devices = {str(p.tensor.device) for p in places_of(self.model)}
         return devices.pop() if len(devices) == 1 else "cpu"
+
+    def live_spans(self) -> list[Span]:
+        """Where the live weights lie, for `reshard.refit.residency.require_awake`."""
+        return live_spans(self.model)
 
     # -- the Engine protocol
 

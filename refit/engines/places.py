@@ -8,6 +8,7 @@ are those in the parameter's memory.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,13 +20,14 @@ from reshard.planner.errors import require
 from reshard.refit.devices import tensor_of
 from reshard.refit.errors import RefitError
 from reshard.refit.recording import Destination, storage_key
+from reshard.refit.residency import Span, span_of
 
 if TYPE_CHECKING:
     import torch
 
     from reshard.refit.devices import Memory
 
-__all__ = ["Place", "label_of", "physical_order", "places_of", "signature_of", "torch_dtype"]
+__all__ = ["Place", "label_of", "live_spans", "physical_order", "places_of", "signature_of", "torch_dtype"]
 
 
 def label_of(dtype: torch.dtype) -> str:
@@ -142,6 +144,16 @@ def places_of(model: torch.nn.Module) -> list[Place]:
         first = tensors[key][0]
         made.append(Place.made(found, tuple(tensors[key]), physical_order(first)))
     return made
+
+
+def live_spans(model: torch.nn.Module) -> list[Span]:
+    """The addresses of all parameters and buffers that are not on the meta device, those of one memory once."""
+    found: dict[tuple[int, int], Span] = {}
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if tensor.device.type != "meta":
+            span = span_of(name, tensor.detach())
+            found.setdefault((span.address, span.nbytes), span)
+    return list(found.values())
 
 
 def physical_order(tensor: torch.Tensor) -> tuple[int, ...]:

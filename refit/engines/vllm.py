@@ -24,10 +24,11 @@ from reshard.refit.capture import record
 from reshard.refit.devices import tensor_of
 from reshard.refit.engine import Captured, EngineParameter
 from reshard.refit.engines.loader import Loader, captured_of
-from reshard.refit.engines.places import places_of, signature_of, torch_dtype
+from reshard.refit.engines.places import live_spans, places_of, signature_of, torch_dtype
 from reshard.refit.engines.vllm_cpu import keeps_scales, packs_again
 from reshard.refit.engines.vllm_layout import LoadPlace, load_layout, load_places
 from reshard.refit.errors import RefitError, UnsupportedLoaderError
+from reshard.refit.residency import Span
 from reshard.refit.tensors import SourceTensor
 
 if TYPE_CHECKING:
@@ -85,6 +86,10 @@ class VllmEngine:
     def must_write(self) -> tuple[str, ...]:
         """Parameters that each refit must write: all that the loader writes."""
         return tuple(name for name in self._places if name in self._written)
+
+    def live_spans(self) -> list[Span]:
+        """Where the live kernel tensors lie, for `reshard.refit.residency.require_awake`."""
+        return live_spans(self.model)
 
     # -- the Engine protocol
 

@@ -124,8 +124,8 @@ def test_a_header_that_moves_during_the_read_voids_it() -> None:
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        (LocalTensor("w", "float32", (2, 4), (0, 0), np.zeros((2, 8), np.float32)[:, ::2]), "not C-contiguous"),
-        (LocalTensor("w", "float32", (4, 2), (0, 0), torch.zeros(2, 4).t()), "not contiguous"),
+        (LocalTensor("w", "float32", (2, 4), (0, 0), np.zeros((2, 8), np.float32)[:, ::2]), "not contiguous in memory"),
+        (LocalTensor("w", "float32", (4, 2), (0, 0), torch.zeros(2, 4).t()), "not contiguous in memory"),
     ],
 )
 def test_what_cannot_be_published_in_place_is_named(tensor: LocalTensor, message: str) -> None:

@@ -19,7 +19,7 @@ from reshard.planner.errors import PlanError
 from reshard.planner.execute import run_copies, run_fills
 from reshard.refit.adapters.numpy_arrays import local_tensors
 from reshard.refit.cuda_driver import CudaDriver
-from reshard.refit.devices import HOST, device_of_engine
+from reshard.refit.devices import HOST, PINNED_HOST, device_of_engine
 from reshard.refit.engines.arrays import ArrayEngine
 from reshard.refit.engines.torch_module import TorchModuleEngine
 from reshard.refit.errors import RefitError, VerificationError
@@ -282,7 +282,7 @@ def test_the_engines_device_is_the_receivers_where_the_transport_reaches_it() ->
         def destination_device(self) -> str:
             return "cuda:1"
 
-    assert device_of_engine(OnGpu(), ("dram",)) is HOST
+    assert device_of_engine(OnGpu(), ("dram",)) is PINNED_HOST, "what is installed is copied to the GPU"
     assert device_of_engine(object(), ("dram", "vram")) is HOST
     model = torch.nn.Linear(2, 2)
     assert TorchModuleEngine(model).destination_device() == "cpu"

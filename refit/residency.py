@@ -1,0 +1,211 @@
+"""Are weights in memory now, and in the same memory as before? Asked once a refit, before they are touched.
+
+An address outlives its memory: an engine that sleeps (vLLM's sleep mode, its ``CuMemAllocator``) unmaps its weights and
+keeps the addresses, and when it wakes other memory is behind them. Reading such an address ends the process; a
+registration made before leads to memory that is somebody else's by now.
+
+1. `span_of` says which addresses a tensor takes.
+2. `backing_of` asks what stands behind them: host addresses are looked up in ``/proc/self/maps``, in one pass over it;
+   of a GPU's the driver is asked for the first and the last byte.
+3. `require_mapped` raises for the first that has nothing behind it, or something else than before.
+
+Host memory that was unmapped and mapped anew meanwhile is not told apart: it has no id.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from reshard.refit.cuda_driver import CudaDriver, driver_of
+from reshard.refit.errors import UnmappedMemoryError
+from reshard.refit.tensors import is_torch
+
+if TYPE_CHECKING:
+    import torch
+
+    from reshard.refit.tensors import ArrayLike
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["Backing", "Span", "backing_of", "require_awake", "require_mapped", "span_of", "spans_of"]
+
+MAPS = "/proc/self/maps"
+Backing = tuple[int, int] | None
+"""Ids of the memory behind a span's first and last byte; None where a part of it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Addresses ``[address, address + nbytes)`` of some device (``cpu``, ``cuda:1``), and what they hold."""
+
+    name: str
+    address: int
+    nbytes: int
+    device: str = "cpu"
+
+    @property
+    def stop(self) -> int:
+        """One past the last byte."""
+        return self.address + self.nbytes
+
+
+def span_of(name: str, data: ArrayLike) -> Span:
+    """The addresses between the first and the last element of an array or a tensor of any strides.
+
+    Raises
+    ------
+    UnmappedMemoryError
+        A torch tensor whose storage is smaller than the tensor, as after ``storage.resize_(0)``.
+    """
+    if is_torch(data):
+        tensor: torch.Tensor = data  # type: ignore[assignment]
+        item = int(tensor.element_size())
+        lengths = zip(tensor.shape, tensor.stride(), strict=True)
+        nbytes = (sum((int(n) - 1) * int(s) for n, s in lengths) + 1) * item if tensor.numel() else 0
+        needed = int(tensor.storage_offset()) * item + nbytes
+        if nbytes and tensor.device.type != "meta" and tensor.untyped_storage().nbytes() < needed:
+            raise UnmappedMemoryError(
+                f"tensor {name!r} needs {needed} bytes of its storage, which has "
+                f"{tensor.untyped_storage().nbytes()}: its weights were freed (resharded, or offloaded); bring them "
+                "back first",
+                names=[name],
+            )
+        return Span(name, int(tensor.data_ptr()) if nbytes else 0, nbytes, str(tensor.device))
+    array = np.asarray(data)
+    if not array.size:
+        return Span(name, 0, 0)
+    reach = [(n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)]
+    first = int(array.ctypes.data) + sum(r for r in reach if r < 0)
+    return Span(name, first, sum(abs(r) for r in reach) + array.itemsize)
+
+
+def backing_of(spans: Sequence[Span], *, drivers: Callable[[int], CudaDriver] | None = None) -> list[Backing]:
+    """What stands behind each span; for an empty one, and on devices that are neither host nor CUDA, ``(0, 0)``.
+
+    Parameters
+    ----------
+    drivers
+        A GPU's driver by its ordinal.
+
+    Raises
+    ------
+    RefitError
+        If a GPU's driver cannot be asked.
+    """
+    ask = drivers if drivers is not None else driver_of
+    starts, stops = _mapped() if any(s.nbytes and s.device == "cpu" for s in spans) else ([], [])
+    found: list[Backing] = []
+    for span in spans:
+        kind, _, number = span.device.partition(":")
+        if not span.nbytes or kind not in ("cpu", "cuda"):
+            found.append((0, 0))
+        elif kind == "cpu":
+            at = bisect_right(starts, span.address) - 1
+            known = not starts or (at >= 0 and span.stop <= stops[at])
+            found.append((0, 0) if known else None)
+        else:
+            driver = ask(int(number or 0))
+            first, last = driver.backing(span.address), driver.backing(span.stop - 1)
+            found.append((first, last) if first is not None and last is not None else None)
+    return found
+
+
+def require_mapped(
+    spans: Sequence[Span],
+    whose: str,
+    *,
+    way_out: str,
+    registered: Sequence[Backing] = (),
+    drivers: Callable[[int], CudaDriver] | None = None,
+) -> list[Backing]:
+    """Raise unless all spans have memory behind them; returns what `backing_of` says.
+
+    Parameters
+    ----------
+    whose
+        Begins the message: ``"slot 'trainer-0'"``.
+    way_out
+        Ends it: what to do.
+    registered
+        What stood behind them when they were registered; it must be the same still.
+
+    Raises
+    ------
+    UnmappedMemoryError
+        Naming the first such span and how many there are.
+    """
+    now = backing_of(spans, drivers=drivers)
+    gone = [span for span, behind in zip(spans, now, strict=True) if behind is None]
+    if gone:
+        raise UnmappedMemoryError(
+            f"{whose}: {_describe(gone)} not mapped: an engine that sleeps gives its memory back; {way_out}",
+            names=[span.name for span in gone],
+        )
+    if registered:
+        moved = [s for s, a, b in zip(spans, registered, now, strict=True) if a != b]
+        if moved:
+            raise UnmappedMemoryError(
+                f"{whose}: {_describe(moved)} mapped to other memory than when it was registered: it slept and was "
+                f"woken since; {way_out}",
+                names=[span.name for span in moved],
+            )
+    return now
+
+
+def require_awake(engine: object, whose: str, *, drivers: Callable[[int], CudaDriver] | None = None) -> None:
+    """Raise unless an engine's live weights are in memory, as far as it says where they are.
+
+    Parameters
+    ----------
+    engine
+        May have ``live_spans() -> Sequence[Span]``, as those in `reshard.refit.engines` have.
+
+    Raises
+    ------
+    UnmappedMemoryError
+        Naming the first parameter that is not.
+    """
+    say = getattr(engine, "live_spans", None)
+    if callable(say):
+        way_out = "wake it up before the refit (vLLM: wake_up(tags=['weights']))"
+        require_mapped(say(), whose, way_out=way_out, drivers=drivers)
+
+
+def _describe(spans: Sequence[Span]) -> str:
+    first = spans[0]
+    more = f" and {len(spans) - 1} more are" if len(spans) > 1 else " is"
+    return f"{first.name!r} at [{first.address:#x}, {first.stop:#x}) on {first.device}{more}"
+
+
+def _mapped() -> tuple[list[int], list[int]]:
+    """Readable stretches of this process's address space, adjacent ones joined; none where the system cannot say."""
+    starts: list[int] = []
+    stops: list[int] = []
+    try:
+        with open(MAPS, "rb") as lines:
+            for line in lines:
+                span, rights, _ = line.split(b" ", 2)
+                if not rights.startswith(b"r"):
+                    continue
+                low, _, high = span.partition(b"-")
+                start, stop = int(low, 16), int(high, 16)
+                if stops and stops[-1] == start:
+                    stops[-1] = stop
+                else:
+                    starts.append(start)
+                    stops.append(stop)
+    except OSError as error:
+        logger.debug("%s cannot be read, so mappings are not looked at: %s", MAPS, error)
+        return [], []
+    return starts, stops
+
+
+def spans_of(named: Iterable[tuple[str, ArrayLike]]) -> list[Span]:
+    """`span_of` of each."""
+    return [span_of(name, data) for name, data in named]
