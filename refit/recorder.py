@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from reshard.planner.errors import require
 from reshard.refit.errors import UnsupportedLoaderError
+from reshard.refit.operations import ESCAPES, VALUE_FREE, is_view, on_each, tensors_in, written_by
 from reshard.refit.recording import PARAM, Destination, Recording, Write, element_bytes, place_of, storage_key
 from reshard.refit.trace import Origin, Piece, Storage, Strided, meta_of, origin_of, resolve, traced, traced_type
 
@@ -35,51 +36,6 @@ def recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractCont
     copies = {aten.clone.default, aten._to_copy.default, aten.lift_fresh_copy.default}
     fills = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
     joins = {aten.cat.default, aten.stack.default}
-    value_free = {
-        "empty_like",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "new_empty",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty_strided",
-    }
-    escapes = {"_local_scalar_dense", "is_nonzero", "equal", "item", "nonzero", "allclose"}
-
-    def values(args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
-        """Tensors among the arguments; an operation's argument is at most a list of them."""
-        out: list[torch.Tensor] = []
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Tensor):
-                out.append(value)
-            elif isinstance(value, list | tuple):
-                out += [t for t in value if isinstance(t, torch.Tensor)]
-        return out
-
-    def on_each(change: Callable[[object], object], value: object) -> object:
-        return [change(v) for v in value] if isinstance(value, list | tuple) else change(value)
-
-    @cache
-    def written_arguments(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
-        return tuple(
-            (i, argument.name)
-            for i, argument in enumerate(func._schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        )
-
-    def written(
-        func: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> list[torch.Tensor]:
-        out: list[torch.Tensor] = []
-        for i, name in written_arguments(func):
-            out += values((args[i] if i < len(args) else kwargs.get(name),), {})
-        return out
-
-    def is_view(func: torch._ops.OpOverload) -> bool:
-        returns = func._schema.returns
-        return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
     class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Follows traced tensors; carries out everything that does not involve them or a destination's memory."""
@@ -127,12 +83,12 @@ def recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractCont
             kwargs: dict[str, object] | None = None,
         ) -> object:
             kwargs = kwargs or {}
-            tensors = values(args, kwargs)
+            tensors = tensors_in(args, kwargs)
             origins = {id(t): o for t in tensors if (o := self.origin(t)) is not None}
             if not origins:
                 return func(*args, **kwargs)
             name = func._schema.name.rpartition("::")[2]
-            targets = written(func, args, kwargs)
+            targets = written_by(func, args, kwargs)
             if targets:
                 return self.write(func, name, args, kwargs, targets, tensors, origins)
             if is_view(func):
@@ -143,10 +99,10 @@ def recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractCont
                 retyped = isinstance(out, torch.Tensor) and out.dtype != viewed.dtype
                 # other bits for the same elements, or other elements: the loader itself must do it
                 return self.wrap(out, Origin(None, origin_of(viewed).names) if retyped else origin_of(viewed))
-            if name in value_free:
+            if name in VALUE_FREE:
                 return func(*self.like_args(args), **kwargs)
             names = frozenset[str]().union(*(o.names for o in origins.values()))
-            if name in escapes:
+            if name in ESCAPES:
                 raise self.escape(name, names)
             if func is aten._unsafe_view.default and isinstance(args[0], made):
                 shown = args[0]
