@@ -19,7 +19,8 @@ from reshard.planner.errors import ReshardError, require
 
 if TYPE_CHECKING:
     from reshard.rendezvous import Rendezvous
-    from reshard.rendezvous.types import Description, TLSFiles
+    from reshard.rendezvous.descriptions import Description
+    from reshard.rendezvous.types import TLSFiles
 
 __all__ = ["read_token", "show", "tls_files"]
 

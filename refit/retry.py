@@ -6,13 +6,13 @@ that the caller gives overrides both.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, TypeVar
 
 from reshard.refit.deadline import Deadline
+from reshard.rendezvous.retries import RetryHint
 
 if TYPE_CHECKING:
     from reshard.refit.settings import RetrySettings
@@ -22,46 +22,13 @@ __all__ = ["RetryPolicy", "policy_of"]
 T = TypeVar("T")
 
 
-class Suggestion(Protocol):
-    """What a rendezvous may suggest when a worker registers; units and meaning as in `RetryPolicy`."""
-
-    @property
-    def attempts(self) -> int: ...
-    @property
-    def backoff_s(self) -> float: ...
-    @property
-    def factor(self) -> float: ...
-    @property
-    def max_backoff_s(self) -> float: ...
-    @property
-    def deadline_s(self) -> float: ...
-
-
 @dataclass(frozen=True, slots=True)
-class RetryPolicy:
-    """Tries and pauses.
+class RetryPolicy(RetryHint):
+    """Tries and pauses, with the fields, units, defaults and bounds of what a rendezvous may suggest.
 
-    Attributes
-    ----------
-    attempts
-        Tries in all, 1 or more.
-    backoff_s, factor, max_backoff_s
-        The pause before the second try, what it grows by (1 or more), and where it stops growing; seconds.
-    deadline_s
-        No try begins later than this many seconds after the first; 0 leaves it to the call's own deadline.
+    Each try begins within the call's own deadline; `deadline_s`, if it is not 0, ends them earlier: no try begins later
+    than that after the first.
     """
-
-    attempts: int = 3
-    backoff_s: float = 0.05
-    factor: float = 2.0
-    max_backoff_s: float = 2.0
-    deadline_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        pauses = (self.backoff_s, self.max_backoff_s, self.deadline_s)
-        finite = all(math.isfinite(value) for value in (*pauses, self.factor))
-        if not finite or self.attempts < 1 or min(pauses) < 0 or self.factor < 1:
-            raise ValueError(f"{self}: expected attempts >= 1, finite pauses and deadline >= 0, a finite factor >= 1")
 
     def run(
         self,
@@ -97,7 +64,7 @@ class RetryPolicy:
         raise AssertionError("unreachable")
 
 
-def policy_of(said: RetrySettings, hint: Suggestion | None) -> RetryPolicy:
+def policy_of(said: RetrySettings, hint: RetryHint | None) -> RetryPolicy:
     """The policy that the environment and the rendezvous come to.
 
     Parameters
@@ -107,14 +74,6 @@ def policy_of(said: RetrySettings, hint: Suggestion | None) -> RetryPolicy:
     hint
         What the service suggested when this worker registered, if anything; what it leaves open is `RetryPolicy()`'s.
     """
-    policy = RetryPolicy()
-    if hint is not None:
-        policy = RetryPolicy(hint.attempts, hint.backoff_s, hint.factor, hint.max_backoff_s, hint.deadline_s)
-    return replace(
-        policy,
-        attempts=said.attempts if said.attempts is not None else policy.attempts,
-        backoff_s=said.backoff_s if said.backoff_s is not None else policy.backoff_s,
-        factor=said.factor if said.factor is not None else policy.factor,
-        max_backoff_s=said.max_backoff_s if said.max_backoff_s is not None else policy.max_backoff_s,
-        deadline_s=said.deadline_s if said.deadline_s is not None else policy.deadline_s,
-    )
+    given = {field.name: getattr(hint, field.name) for field in fields(hint)} if hint is not None else {}
+    given |= {field.name: value for field in fields(said) if (value := getattr(said, field.name)) is not None}
+    return RetryPolicy(**given)

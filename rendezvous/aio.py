@@ -6,30 +6,23 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import TypeVar, cast
 
 from reshard.planner.cuts import Cuts
 from reshard.planner.shards import ShardPart
 from reshard.rendezvous import limits
-from reshard.rendezvous.backend import Answer, Backend, LocalBackend
+from reshard.rendezvous.arguments import checked_timeout, ignore, instance_of, left_s, require_live, split_want
+from reshard.rendezvous.backend import CLOSED, Backend, LocalBackend
 from reshard.rendezvous.broker import VersionEvent, new_id
-from reshard.rendezvous.errors import (
-    InvalidRequestError,
-    RendezvousError,
-    StaleError,
-    TransactionError,
-    WorkerLostError,
-)
+from reshard.rendezvous.descriptions import Description
+from reshard.rendezvous.errors import RendezvousError, StaleError
+from reshard.rendezvous.joined import Joined
+from reshard.rendezvous.joining import Join
 from reshard.rendezvous.records import Vote
-from reshard.rendezvous.transactions import Join
 from reshard.rendezvous.types import (
     CutHints,
-    Description,
     Facts,
     Lease,
     Manifest,
@@ -43,31 +36,7 @@ from reshard.rendezvous.worker import AnyWorker, AsyncWorker
 
 __all__ = ["CALL_S", "AnyWorker", "AsyncRendezvous", "AsyncWorker"]
 
-_log = logging.getLogger(__name__)
-T = TypeVar("T")
 CALL_S = 30.0  # the deadline of a call that does not wait for others, unless told
-_KEPT_TRANSACTIONS = 64
-
-
-@dataclass(slots=True)
-class _Part:
-    """What a client remembers of a transaction that it joined as `member`."""
-
-    worker_id: str
-    identity: bytes
-
-
-class _Closed:
-    """The backend of a closed client."""
-
-    async def close(self) -> None:
-        """Nothing is left to release."""
-
-    def __getattr__(self, name: str) -> object:
-        raise RendezvousError(f"{name}: this client is closed; make another")
-
-
-_CLOSED = _Closed()
 
 
 class AsyncRendezvous:
@@ -97,7 +66,7 @@ class AsyncRendezvous:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self._workers: set[AsyncWorker] = set()
-        self._parts: dict[tuple[str, str], _Part] = {}
+        self._joined = Joined()
 
     @classmethod
     def in_process(cls) -> AsyncRendezvous:
@@ -131,25 +100,27 @@ class AsyncRendezvous:
         """Register this process life under a fresh id, and keep it alive."""
         limits.check_ttl("ttl_s", ttl_s)
         worker_id = new_id()
-        hint = await self.backend.register(worker_id, _require(WorkerInfo, "info", info), ttl_s, _timeout(timeout_s))
+        hint = await self.backend.register(
+            worker_id, instance_of(WorkerInfo, "info", info), ttl_s, checked_timeout(timeout_s)
+        )
         worker = AsyncWorker(self.backend, self._workers.discard, worker_id, info, ttl_s, hint)
         self._workers.add(worker)
         return worker
 
     async def put_table(self, part: ShardPart, *, timeout_s: float = CALL_S) -> bytes:
         """Put a table; returns its digest. What the service has already is not sent."""
-        return await self.backend.put_table(part, _timeout(timeout_s))
+        return await self.backend.put_table(part, checked_timeout(timeout_s))
 
     async def get_tables(self, digests: Sequence[bytes], *, timeout_s: float = CALL_S) -> dict[bytes, ShardPart]:
         """Get tables by digest. Their holder is a placeholder; see ``ShardPart.with_holder``."""
         checked = [limits.check_digest(f"digests[{i}]", digest) for i, digest in enumerate(digests)]
-        return await self.backend.get_tables(checked, _timeout(timeout_s))
+        return await self.backend.get_tables(checked, checked_timeout(timeout_s))
 
     async def open_epoch(self, model: str, run_id: str, *, timeout_s: float = CALL_S) -> int:
         """Give a run of a trainer its epoch: the same for all its ranks, a new one for each run."""
         limits.check_name("model", model)
         limits.check_name("run_id", run_id)
-        return await self.backend.open_epoch(model, run_id, _timeout(timeout_s))
+        return await self.backend.open_epoch(model, run_id, checked_timeout(timeout_s))
 
     async def open_version(
         self, key: VersionKey, slots: Sequence[str], *, layout_epoch: int = 0, timeout_s: float = CALL_S
@@ -157,17 +128,17 @@ class AsyncRendezvous:
         """Open a version with all the slots it needs, or agree with whoever did. Returns its uid."""
         names = limits.check_names("slots", slots, at_most=limits.MAX_SLOTS)
         limits.check_int("layout_epoch", layout_epoch, at_least=0, at_most=limits.MAX_STEP)
-        _require(VersionKey, "key", key)
-        return await self.backend.open_version(key, names, layout_epoch, _timeout(timeout_s))
+        instance_of(VersionKey, "key", key)
+        return await self.backend.open_version(key, names, layout_epoch, checked_timeout(timeout_s))
 
     async def publish_slot(self, uid: str, record: SlotRecord, worker: AnyWorker, *, timeout_s: float = CALL_S) -> None:
         """Fill a slot of a version; the last one makes it ready."""
         limits.check_id("uid", uid)
-        _require_live(worker)
-        _require(SlotRecord, "record", record)
+        require_live(worker)
+        instance_of(SlotRecord, "record", record)
         if record.worker_id != worker.id:
             raise RendezvousError(f"slot {record.slot!r} names worker {record.worker_id}, published by {worker.id}")
-        await self.backend.publish_slot(uid, record, _timeout(timeout_s))
+        await self.backend.publish_slot(uid, record, checked_timeout(timeout_s))
 
     async def await_version(
         self,
@@ -211,16 +182,16 @@ class AsyncRendezvous:
         EqualityError, StaleError
             The step asked for was refused, or is gone.
         """
-        step, epoch = _split_want(model, want)
+        step, epoch = split_want(model, want)
         if after is not None:
-            _require(VersionKey, "after", after)
+            instance_of(VersionKey, "after", after)
         limits.check_name("model", model)
         wish = Join(
             model=model,
             group=limits.check_name("group", group),
             members=limits.check_names("members", members, at_most=limits.MAX_MEMBERS),
             member=limits.check_name("member", member),
-            worker_id=_require_live(worker),
+            worker_id=require_live(worker),
             epoch=epoch,
             step=step,
             after=after,
@@ -229,8 +200,8 @@ class AsyncRendezvous:
             new_transaction=new_id(),
             new_lease=new_id(),
         )
-        answer = await self.backend.await_version(wish, _timeout(timeout_s), on_progress or _ignore)
-        self._remember(answer, member, worker.id)
+        answer = await self.backend.await_version(wish, checked_timeout(timeout_s), on_progress or ignore)
+        self._joined.add(answer, member, worker.id, n_workers=len(self._workers))
         return Manifest(
             version=answer.key,
             uid=answer.uid,
@@ -241,42 +212,37 @@ class AsyncRendezvous:
             lease=Lease(answer.lease_id, answer.uid, answer.lease_ttl_s, answer.granted_s),
         )
 
-    def _remember(self, answer: Answer, member: str, worker_id: str) -> None:
-        self._parts[answer.transaction, member] = _Part(worker_id, answer.identity)
-        while len(self._parts) > _KEPT_TRANSACTIONS * max(len(self._workers), 1):
-            self._parts.pop(next(iter(self._parts)))
-
     async def watch_versions(self, model: str, *, timeout_s: float) -> AsyncGenerator[VersionEvent, None]:
         """Yield versions of a model as they become offered, and again when they no longer are, for `timeout_s`."""
         limits.check_name("model", model)
-        async with aclosing(self.backend.watch_versions(model, _timeout(timeout_s))) as events:
+        async with aclosing(self.backend.watch_versions(model, checked_timeout(timeout_s))) as events:
             async for event in events:
                 yield event
 
     async def renew_lease(self, lease: Lease, *, ttl_s: float | None = None, timeout_s: float = CALL_S) -> Lease:
         """Prolong a lease; the returned one counts from the moment this was sent. LeaseError if it had ended."""
-        _require(Lease, "lease", lease)
+        instance_of(Lease, "lease", lease)
         ttl_s = lease.ttl_s if ttl_s is None else limits.check_ttl("ttl_s", ttl_s)
         sent_s = time.monotonic()
-        await self.backend.renew_lease(lease.version_uid, lease.id, ttl_s, _timeout(timeout_s))
+        await self.backend.renew_lease(lease.version_uid, lease.id, ttl_s, checked_timeout(timeout_s))
         return Lease(lease.id, lease.version_uid, ttl_s, sent_s)
 
     async def release_lease(self, lease: Lease, *, timeout_s: float = CALL_S) -> None:
         """End a lease; one that has ended is no error."""
-        _require(Lease, "lease", lease)
-        await self.backend.release_lease(lease.version_uid, lease.id, _timeout(timeout_s))
+        instance_of(Lease, "lease", lease)
+        await self.backend.release_lease(lease.version_uid, lease.id, checked_timeout(timeout_s))
 
     async def close_admission(self, uid: str, *, timeout_s: float = CALL_S) -> None:
         """Grant no new leases on a version."""
-        await self.backend.close_admission(limits.check_id("uid", uid), _timeout(timeout_s))
+        await self.backend.close_admission(limits.check_id("uid", uid), checked_timeout(timeout_s))
 
     async def wait_leases(self, uid: str, *, timeout_s: float) -> None:
         """Wait until no lease on a version lives: with :meth:`close_admission` before it, the fence."""
-        await self.backend.wait_leases(limits.check_id("uid", uid), _timeout(timeout_s))
+        await self.backend.wait_leases(limits.check_id("uid", uid), checked_timeout(timeout_s))
 
     async def retire(self, uid: str, *, timeout_s: float = CALL_S) -> bool:
         """Close admission and let the version go with its last lease; tells whether it is gone now."""
-        return await self.backend.retire(limits.check_id("uid", uid), _timeout(timeout_s))
+        return await self.backend.retire(limits.check_id("uid", uid), checked_timeout(timeout_s))
 
     async def vote(
         self,
@@ -321,8 +287,8 @@ class AsyncRendezvous:
         RendezvousTimeoutError, RendezvousUnavailableError
             The decision was not learned: after a yes the member is in doubt, and must ask (:meth:`ask_decision`).
         """
-        deadline = time.monotonic() + _timeout(timeout_s)
-        part = self._part(transaction, member)
+        deadline = time.monotonic() + checked_timeout(timeout_s)
+        part = self._joined.find(transaction, member)
         limits.check_sequence("names_consumed", names_consumed)
         digest = await self.backend.put_names(names_consumed, timeout_s) if yes else b""
         vote = Vote(
@@ -335,32 +301,32 @@ class AsyncRendezvous:
             wire_bytes=limits.check_int("wire_bytes", wire_bytes, at_least=0, at_most=2**62),
         )
         try:
-            return await self.backend.vote(transaction, member, part.worker_id, vote, _left_s(deadline))
+            return await self.backend.vote(transaction, member, part.worker_id, vote, left_s(deadline))
         except StaleError:
             if not yes:
                 raise
             # the service has forgotten the set of names, after an hour without use or a restart
-            await self.backend.put_names(names_consumed, _left_s(deadline), again=True)
-            return await self.backend.vote(transaction, member, part.worker_id, vote, _left_s(deadline))
+            await self.backend.put_names(names_consumed, left_s(deadline), again=True)
+            return await self.backend.vote(transaction, member, part.worker_id, vote, left_s(deadline))
 
     async def installed(self, transaction: str, member: str, ok: bool, *, reason: str = "", timeout_s: float) -> Facts:
         """Say whether installing succeeded, and wait for the outcome: SERVE, QUARANTINE or UNKNOWN."""
-        part = self._part(transaction, member)
+        part = self._joined.find(transaction, member)
         reason = limits.check_name("reason", reason[:1024], empty_ok=True)
-        return await self.backend.installed(transaction, member, part.worker_id, ok, reason, _timeout(timeout_s))
+        return await self.backend.installed(transaction, member, part.worker_id, ok, reason, checked_timeout(timeout_s))
 
     async def ask_decision(self, transaction: str, *, wait_s: float = 0.0, timeout_s: float = CALL_S) -> Facts:
         """Ask for a transaction's facts; `wait_s` waits that long for the next one that is open."""
         limits.check_id("transaction", transaction)
         if wait_s:
             limits.check_timeout("wait_s", wait_s)
-        return await self.backend.ask(transaction, wait_s, _timeout(timeout_s))
+        return await self.backend.ask(transaction, wait_s, checked_timeout(timeout_s))
 
     async def put_cuts(self, model: str, cuts: Cuts, *, group: str, member: str, timeout_s: float = CALL_S) -> int:
         """Say where a receiver cuts the source tensors; returns the first layout epoch whose hints include it."""
         for name, value in (("model", model), ("group", group), ("member", member)):
             limits.check_name(name, value)
-        return await self.backend.put_cuts(model, group, member, cuts, _timeout(timeout_s))
+        return await self.backend.put_cuts(model, group, member, cuts, checked_timeout(timeout_s))
 
     async def get_cuts(self, model: str, *, layout_epoch: int | None = None, timeout_s: float = CALL_S) -> CutHints:
         """Get the hints of all receivers of a model, of one layout epoch (None: the newest).
@@ -370,59 +336,15 @@ class AsyncRendezvous:
         limits.check_name("model", model)
         if layout_epoch is not None:
             limits.check_int("layout_epoch", layout_epoch, at_least=0, at_most=limits.MAX_STEP)
-        return await self.backend.get_cuts(model, layout_epoch, _timeout(timeout_s))
+        return await self.backend.get_cuts(model, layout_epoch, checked_timeout(timeout_s))
 
     async def describe(self, *, timeout_s: float = CALL_S) -> Description:
         """Describe everything that the service knows."""
-        return await self.backend.describe(_timeout(timeout_s))
+        return await self.backend.describe(checked_timeout(timeout_s))
 
     async def close(self) -> None:
         """End the workers registered here, and the connection."""
         await asyncio.gather(*(worker.close() for worker in tuple(self._workers)))
         self._workers.clear()
-        backend, self.backend = self.backend, cast("Backend", _CLOSED)
+        backend, self.backend = self.backend, CLOSED
         await backend.close()
-
-    def _part(self, transaction: str, member: str) -> _Part:
-        part = self._parts.get((transaction, member))
-        if part is None:
-            raise TransactionError(f"{member!r} did not join transaction {transaction!r} through this client")
-        return part
-
-
-def _timeout(timeout_s: float) -> float:
-    return limits.check_timeout("timeout_s", timeout_s)
-
-
-def _left_s(deadline: float) -> float:
-    return max(deadline - time.monotonic(), 0.001)
-
-
-def _require(kind: type[T], field: str, value: object) -> T:
-    if not isinstance(value, kind):
-        raise InvalidRequestError(field, f"expected a {kind.__name__}, got {type(value).__name__}")
-    return value
-
-
-def _require_live(worker: AnyWorker) -> str:
-    if not isinstance(getattr(worker, "info", None), WorkerInfo):
-        raise InvalidRequestError("worker", f"expected a registered worker, got {type(worker).__name__}")
-    if worker.lost:
-        raise WorkerLostError(f"worker {worker.info.name!r} ({worker.id}) is lost; register anew")
-    return worker.id
-
-
-def _split_want(model: str, want: VersionKey | int | str) -> tuple[int | None, int | None]:
-    """Return (step, epoch), None for the latest and for the current."""
-    if isinstance(want, VersionKey):
-        if want.model != model:
-            raise InvalidRequestError("want", f"{want} is no version of {model!r}")
-        return want.step, want.epoch
-    if isinstance(want, str):
-        limits.check_choice("want", want, ("latest",))
-        return None, None
-    return limits.check_int("want", want, at_least=0, at_most=limits.MAX_STEP), None
-
-
-def _ignore(progress: Progress) -> None:
-    _log.debug("waiting: %s", progress.message)

@@ -7,20 +7,22 @@ import hashlib
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 from reshard.planner.cuts import Cuts
 from reshard.planner.shards import ShardPart
 from reshard.rendezvous.broker import Broker, VersionEvent
 from reshard.rendezvous.catalog import ObjectCatalog
 from reshard.rendezvous.converts import names_digest
+from reshard.rendezvous.descriptions import Description
+from reshard.rendezvous.errors import RendezvousError
+from reshard.rendezvous.joining import Join
 from reshard.rendezvous.records import Hint, Vote
 from reshard.rendezvous.retries import RetryHint
 from reshard.rendezvous.store import MemoryStore
-from reshard.rendezvous.transactions import Join
-from reshard.rendezvous.types import CutHint, CutHints, Description, Facts, Progress, SlotRecord, VersionKey, WorkerInfo
+from reshard.rendezvous.types import CutHint, CutHints, Facts, Progress, SlotRecord, VersionKey, WorkerInfo
 
-__all__ = ["Answer", "Backend", "LocalBackend"]
+__all__ = ["CLOSED", "Answer", "Backend", "LocalBackend"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,3 +278,17 @@ class LocalBackend:
     async def close(self) -> None:
         """Forget everything."""
         await self._broker.close()
+
+
+class _Closed:
+    """The backend of a closed client."""
+
+    async def close(self) -> None:
+        """Nothing is left to release."""
+
+    def __getattr__(self, name: str) -> object:
+        raise RendezvousError(f"{name}: this client is closed; make another")
+
+
+CLOSED = cast("Backend", _Closed())
+"""The backend of a client that was closed: every call raises RendezvousError."""

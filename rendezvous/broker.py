@@ -12,28 +12,22 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from reshard.rendezvous import explain, hints, limits, state, transactions
+from reshard.rendezvous import explain, hints, joining, limits, state, transactions
+from reshard.rendezvous.catalog import Catalog
+from reshard.rendezvous.descriptions import Description
 from reshard.rendezvous.errors import AbortedError, RendezvousError, RendezvousTimeoutError, StaleError
+from reshard.rendezvous.joining import Granted, Join, Pending
 from reshard.rendezvous.records import Hint, HintSet, VersionState, Vote, model_key, version_key
 from reshard.rendezvous.store import Store
 from reshard.rendezvous.sweeping import sweep
-from reshard.rendezvous.transactions import Granted, Join, Pending
-from reshard.rendezvous.types import (
-    Decision,
-    Description,
-    Facts,
-    Progress,
-    SlotRecord,
-    VersionKey,
-    WorkerInfo,
-)
+from reshard.rendezvous.types import Decision, Facts, Progress, SlotRecord, VersionKey, WorkerInfo
 from reshard.rendezvous.view import View
 
-__all__ = ["Broker", "Catalog", "VersionEvent", "new_id"]
+__all__ = ["Broker", "VersionEvent", "new_id"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -44,28 +38,6 @@ _PROGRESS_AFTER_S = 1.0
 def new_id() -> str:
     """Return a random identifier: 32 hex digits."""
     return secrets.token_hex(limits.ID_BYTES)
-
-
-class Catalog(Protocol):
-    """Where the broker looks up tables and sets of names by digest."""
-
-    async def n_rows(self, table: bytes) -> int | None:
-        """Return the number of rows of a table, None if it is not here."""
-        ...
-
-    async def load_names(self, tables: Sequence[bytes], name_sets: Sequence[bytes]) -> None:
-        """Make :meth:`unconsumed` answerable for these; StaleError names what is not here."""
-        ...
-
-    def unconsumed(
-        self, tables: Sequence[bytes], name_sets: Sequence[bytes], allowed: Sequence[str]
-    ) -> Sequence[str] | None:
-        """Return names of `tables` in none of `name_sets` that no pattern allows; None if not loaded."""
-        ...
-
-    async def sweep(self, tables: Iterable[bytes], others: Iterable[bytes]) -> None:
-        """Forget what is long unused, but for `tables` with their dictionaries, and `others`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +174,7 @@ class Broker:
                 await on_progress((await self.store.run(look)).value)
 
         def attempt(view: View) -> Granted | AbortedError | Pending:
-            return transactions.join(view, wish)
+            return joining.join(view, wish)
 
         started = time.monotonic()
         try:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import fnmatch
-from collections import OrderedDict
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Protocol, TypeVar
 
 from reshard.planner.cuts import Cuts
 from reshard.planner.dictionaries import TensorDict
@@ -25,49 +25,37 @@ from reshard.rendezvous.converts import (
     tensors_from_message,
 )
 from reshard.rendezvous.errors import InvalidRequestError, StaleError
+from reshard.rendezvous.lru import Lru
 from reshard.rendezvous.optional import protobuf, tables_pb
-from reshard.rendezvous.store import Store
+from reshard.rendezvous.store import BLOB_IDLE_S, Store
 
-__all__ = ["BlobCatalog", "Lru", "ObjectCatalog", "parse_content"]
+__all__ = ["BlobCatalog", "Catalog", "ObjectCatalog", "parse_content"]
 
-K = TypeVar("K")
 V = TypeVar("V")
 Unconsumed = tuple[str, ...]
 _LARGE_ROWS = 100_000
 
 
-class Lru(Generic[K, V]):
-    """A mapping that keeps what was used last, up to a number of entries."""
+class Catalog(Protocol):
+    """Where the broker looks up tables and sets of names by digest."""
 
-    def __init__(self, at_most: int) -> None:
-        self._entries: OrderedDict[K, V] = OrderedDict()
-        self._at_most = at_most
+    async def n_rows(self, table: bytes) -> int | None:
+        """Return the number of rows of a table, None if it is not here."""
+        ...
 
-    def get(self, key: K) -> V | None:
-        """Return an entry, or None."""
-        value = self._entries.get(key)
-        if value is not None:
-            self._entries.move_to_end(key)
-        return value
+    async def load_names(self, tables: Sequence[bytes], name_sets: Sequence[bytes]) -> None:
+        """Make :meth:`unconsumed` answerable for these; StaleError names what is not here."""
+        ...
 
-    def drop(self, key: K) -> None:
-        """Forget an entry, if it is there."""
-        self._entries.pop(key, None)
+    def unconsumed(
+        self, tables: Sequence[bytes], name_sets: Sequence[bytes], allowed: Sequence[str]
+    ) -> Sequence[str] | None:
+        """Return names of `tables` in none of `name_sets` that no pattern allows; None if not loaded."""
+        ...
 
-    def items(self) -> list[tuple[K, V]]:
-        """Return all entries."""
-        return list(self._entries.items())
-
-    def keys(self) -> list[K]:
-        """Return the keys of all entries."""
-        return list(self._entries)
-
-    def put(self, key: K, value: V) -> None:
-        """Keep an entry, dropping the one used longest ago if there are too many."""
-        self._entries[key] = value
-        self._entries.move_to_end(key)
-        if len(self._entries) > self._at_most:
-            self._entries.popitem(last=False)
+    async def sweep(self, tables: Iterable[bytes], others: Iterable[bytes]) -> None:
+        """Forget what is long unused, but for `tables` with their dictionaries, and `others`."""
+        ...
 
 
 class _Names:
@@ -106,17 +94,29 @@ class _Names:
 
 
 class ObjectCatalog(_Names):
-    """Tables as objects, for the in-process rendezvous. They stay as long as it does."""
+    """Tables as objects, for the in-process rendezvous. What no record names goes an hour after its last use.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    clock
+        Seconds, monotonic; a test may pass its own.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
+        self._clock = clock
         self._parts: dict[bytes, ShardPart] = {}
         self._sets: dict[bytes, frozenset[str]] = {}
         self._cuts: dict[bytes, Cuts] = {}
+        self._used_s: dict[bytes, float] = {}
+
+    def _use(self, digest: bytes) -> None:
+        self._used_s[digest] = self._clock()
 
     def put_part(self, part: ShardPart) -> bytes:
         """Keep a table."""
         self._parts.setdefault(part.digest, part)
+        self._use(part.digest)
         return part.digest
 
     def get_part(self, digest: bytes) -> ShardPart:
@@ -124,15 +124,18 @@ class ObjectCatalog(_Names):
         part = self._parts.get(digest)
         if part is None:
             raise StaleError(f"table {digest.hex()[:16]}... is not here")
+        self._use(digest)
         return part
 
     def put_names(self, digest: bytes, names: Iterable[str]) -> None:
         """Keep a set of names."""
         self._sets.setdefault(digest, frozenset(names))
+        self._use(digest)
 
     def put_cuts(self, cuts: Cuts) -> bytes:
         """Keep a receiver's cuts."""
         self._cuts.setdefault(cuts.digest, cuts)
+        self._use(cuts.digest)
         return cuts.digest
 
     def get_cuts(self, digest: bytes) -> Cuts:
@@ -141,8 +144,7 @@ class ObjectCatalog(_Names):
 
     async def n_rows(self, table: bytes) -> int | None:
         """Return the number of rows of a table, None if it is not here."""
-        part = self._parts.get(table)
-        return len(part) if part is not None else None
+        return len(self.get_part(table)) if table in self._parts else None
 
     async def load_names(self, tables: Sequence[bytes], name_sets: Sequence[bytes]) -> None:
         """Make :meth:`unconsumed` answerable."""
@@ -151,10 +153,17 @@ class ObjectCatalog(_Names):
         for digest in name_sets:
             if digest not in self._sets:
                 raise StaleError(f"name set {digest.hex()[:16]}... is not here")
+            self._use(digest)
             self._of_set.put(digest, self._sets[digest])
 
     async def sweep(self, tables: Iterable[bytes], others: Iterable[bytes]) -> None:
-        """Keep everything: tables are shared with their publishers, and the process ends some day."""
+        """Forget what is unused for an hour, but for `tables` and `others`."""
+        keep = {*tables, *others}
+        horizon = self._clock() - BLOB_IDLE_S
+        for digest in [digest for digest, used_s in self._used_s.items() if used_s < horizon and digest not in keep]:
+            del self._used_s[digest]
+            for contents in (self._parts, self._sets, self._cuts):
+                contents.pop(digest, None)
 
 
 class BlobCatalog(_Names):

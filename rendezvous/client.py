@@ -16,11 +16,11 @@ from reshard.planner.cuts import Cuts
 from reshard.planner.shards import ShardPart
 from reshard.rendezvous.aio import CALL_S, AsyncRendezvous, AsyncWorker
 from reshard.rendezvous.broker import VersionEvent
+from reshard.rendezvous.descriptions import Description
 from reshard.rendezvous.errors import RendezvousError
 from reshard.rendezvous.retries import RetryHint
 from reshard.rendezvous.types import (
     CutHints,
-    Description,
     Facts,
     Lease,
     Manifest,

@@ -1,7 +1,8 @@
 """How are records and descriptions written down? Frozen dataclasses as JSON, by their declared types.
 
 Bytes are hex, arrays hex of their little-endian words, enums their values, tuples lists. Decoding builds each dataclass
-through its constructor, so its own checks run. This is the form of records in Redis and of ``Describe``.
+through its constructor, so its own checks run; a field that the writer did not know yet takes its default, one that
+this reader does not know any more is passed over. This is the form of records in Redis and of ``Describe``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import types
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, ItemsView, Mapping
 from enum import Enum
 from functools import cache
 from typing import Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -73,7 +74,7 @@ def _decoder(kind: Hashable) -> Callable[[Json], object]:
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = get_type_hints(kind)
         parts = {name: _decoder(hints[name]) for name in _fields(kind)}
-        return lambda value: kind(**{name: part(_member(value, name)) for name, part in parts.items()})
+        return lambda value: kind(**{name: parts[name](item) for name, item in _members(value) if name in parts})
     if isinstance(kind, type) and issubclass(kind, Enum):
         return lambda value: kind(value)
     if kind is bytes:
@@ -96,10 +97,10 @@ def _decoder(kind: Hashable) -> Callable[[Json], object]:
     raise TypeError(f"cannot decode {kind!r}")
 
 
-def _member(value: Json, name: str) -> Json:
+def _members(value: Json) -> ItemsView[str, Json]:
     if not isinstance(value, dict):
         raise TypeError(f"expected an object, got {type(value).__name__}")
-    return value[name]
+    return value.items()
 
 
 def _frozen(column: np.ndarray[tuple[int], np.dtype[np.generic]]) -> object:

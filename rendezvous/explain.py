@@ -8,6 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from reshard.rendezvous.descriptions import (
+    Description,
+    GroupStatus,
+    LeaseStatus,
+    SlotStatus,
+    TransactionStatus,
+    VersionStatus,
+    WorkerStatus,
+)
 from reshard.rendezvous.records import (
     Beat,
     Group,
@@ -31,17 +40,7 @@ from reshard.rendezvous.records import (
     Progress as SlotSteps,
 )
 from reshard.rendezvous.state import lost_slots
-from reshard.rendezvous.types import (
-    Description,
-    GroupStatus,
-    LeaseStatus,
-    Progress,
-    SlotStatus,
-    TransactionStatus,
-    VersionKey,
-    VersionStatus,
-    WorkerStatus,
-)
+from reshard.rendezvous.types import Progress, VersionKey
 from reshard.rendezvous.view import View
 
 __all__ = ["describe", "explain_wait"]

@@ -14,12 +14,13 @@ from typing import TypeVar
 
 from reshard.rendezvous import codec, limits, messages
 from reshard.rendezvous.broker import Broker, new_id
-from reshard.rendezvous.catalog import BlobCatalog, Lru
+from reshard.rendezvous.catalog import BlobCatalog
 from reshard.rendezvous.errors import InvalidRequestError, StaleError
+from reshard.rendezvous.joining import Granted, Join
+from reshard.rendezvous.lru import Lru
 from reshard.rendezvous.optional import pb
 from reshard.rendezvous.records import Hint
 from reshard.rendezvous.retries import RetryHint
-from reshard.rendezvous.transactions import Granted, Join
 from reshard.rendezvous.types import Progress, SlotRecord, VersionKey
 from reshard.rendezvous.uploads import Pieces, Uploads
 

@@ -26,9 +26,10 @@ from reshard.rendezvous.errors import (
 from reshard.rendezvous.exposure import is_loopback, read_pem, split_address
 from reshard.rendezvous.faults import error_from_status
 from reshard.rendezvous.optional import grpc, protobuf
+from reshard.rendezvous.tablecache import TableCache
 from reshard.rendezvous.types import TLSFiles
 
-__all__ = ["FIRST_PAUSE_S", "MAX_PAUSE_S", "Link"]
+__all__ = ["FIRST_PAUSE_S", "MAX_PAUSE_S", "Calls", "Link", "inner_s"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -59,7 +60,14 @@ class Link:
         Bearer token to send with each call.
     tls
         None speaks plain text.
+
+    Attributes
+    ----------
+    grace_s
+        How long to wait beyond a deadline for a service that ended its own wait in time, to hear what it saw; seconds.
     """
+
+    grace_s = 0.5
 
     def __init__(self, address: str, token: str | None, tls: TLSFiles | None) -> None:
         require("grpc", extra="rendezvous")
@@ -81,13 +89,14 @@ class Link:
         response: type[M],
         timeout_s: float,
         *,
-        grace_s: float = 0.0,
+        waits: bool = False,
     ) -> M:
         """Send a request and return the response; a callable request is given the seconds left.
 
-        `grace_s` is waited beyond the deadline for a service that ends its own wait in time and has something to say.
+        `waits` gives a service that waits for others, and ends that in time, :attr:`grace_s` to say what it saw.
         """
         method = self._channel.unary_unary(_SERVICE + name, _same, _same)
+        grace_s = self.grace_s if waits else 0.0
 
         async def call(left_s: float) -> M:
             message = request(left_s) if callable(request) else request
@@ -108,9 +117,13 @@ class Link:
         return await self.retry(name, call, timeout_s)
 
     async def stream(
-        self, name: str, request: protobuf.Message, response: type[M], timeout_s: float
+        self, name: str, request: protobuf.Message, response: type[M], timeout_s: float, *, waits: bool = False
     ) -> AsyncIterator[M]:
-        """Yield a server stream's messages; the stream is cancelled when the caller stops listening."""
+        """Yield a server stream's messages; the stream is cancelled when the caller stops listening.
+
+        `waits` as in :meth:`unary`.
+        """
+        timeout_s += self.grace_s if waits else 0.0
         method = self._channel.unary_stream(_SERVICE + name, _same, _same)
         call = method(request.SerializeToString(), timeout=timeout_s, metadata=self._metadata)
         try:
@@ -171,6 +184,27 @@ class Link:
             raise RendezvousUnavailableError(f"{name} at {self.address} was not answered") from None
         finally:
             call.cancel()
+
+
+class Calls:
+    """A share of the calls to a service.
+
+    Parameters
+    ----------
+    link
+        Where they go.
+    cache
+        What this process knows.
+    """
+
+    def __init__(self, link: Link, cache: TableCache) -> None:
+        self._link = link
+        self.cache = cache
+
+
+def inner_s(timeout_s: float) -> float:
+    """The time that the service may wait, so that its answer arrives before the call's deadline."""
+    return max(timeout_s - 0.2, 0.8 * timeout_s)
 
 
 def _same(raw: bytes) -> bytes:

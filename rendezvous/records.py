@@ -24,6 +24,7 @@ __all__ = [
     "HintSet",
     "Hints",
     "Key",
+    "LastUse",
     "Layout",
     "LeaseBook",
     "LeaseRow",
@@ -43,6 +44,7 @@ __all__ = [
     "beat_key",
     "group_key",
     "hints_key",
+    "last_use_key",
     "leases_key",
     "model_key",
     "progress_key",
@@ -248,11 +250,12 @@ class Ballot:
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """Where one receiver cuts the source tensors, by digest."""
+    """Where one receiver cuts the source tensors, by digest, and when it said so."""
 
     group: str
     member: str
     digest: bytes
+    said_at: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,8 +274,16 @@ class Hints:
     sets: tuple[HintSet, ...] = ()
 
 
-Record = Worker | Beat | Model | Progress | Version | Slot | LeaseBook | Group | Transaction | Ballot | Hints
-R = TypeVar("R", Worker, Beat, Model, Progress, Version, Slot, LeaseBook, Group, Transaction, Ballot, Hints)
+@dataclass(frozen=True, slots=True)
+class LastUse:
+    """When a model was last used, to within an hour."""
+
+    model: str
+    used_at: float
+
+
+Record = Worker | Beat | Model | Progress | Version | Slot | LeaseBook | Group | Transaction | Ballot | Hints | LastUse
+R = TypeVar("R", Worker, Beat, Model, Progress, Version, Slot, LeaseBook, Group, Transaction, Ballot, Hints, LastUse)
 
 KINDS: Mapping[str, type[Record]] = {
     "worker": Worker,
@@ -286,6 +297,7 @@ KINDS: Mapping[str, type[Record]] = {
     "txn": Transaction,
     "ballot": Ballot,
     "hints": Hints,
+    "use": LastUse,
 }
 
 
@@ -354,3 +366,8 @@ def ballot_key(txn_id: str) -> Key[Ballot]:
 def hints_key(model: str) -> Key[Hints]:
     """Key of a model's cut hints."""
     return Key("hints", model, Hints)
+
+
+def last_use_key(model: str) -> Key[LastUse]:
+    """Key of a model's last use."""
+    return Key("use", model, LastUse)

@@ -17,10 +17,10 @@ from reshard.rendezvous.records import Record
 from reshard.rendezvous.view import View
 from reshard.rendezvous.watching import Watchers
 
-__all__ = ["MemoryStore", "Ran", "Store", "Watch"]
+__all__ = ["BLOB_IDLE_S", "MemoryStore", "Ran", "Store", "Watch"]
 
 T = TypeVar("T")
-_BLOB_IDLE_S = 3600.0  # a blob that no live version names is kept this long after its last use
+BLOB_IDLE_S = 3600.0  # a blob that no live version names is kept this long after its last use
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class MemoryStore:
     async def sweep_blobs(self, pinned: Iterable[bytes]) -> int:
         """Drop blobs not pinned and unused for an hour."""
         keep = set(pinned)
-        horizon = self._clock() - _BLOB_IDLE_S
+        horizon = self._clock() - BLOB_IDLE_S
         idle = [d for d, used in self._blob_used.items() if used < horizon and d not in keep]
         for digest in idle:
             self._blob_bytes -= len(self._blobs.pop(digest))

@@ -15,7 +15,7 @@ from reshard.planner.cuts import Cuts
 from reshard.planner.dictionaries import TensorDict
 from reshard.planner.geometries import GeometryDict
 from reshard.planner.shards import ShardPart
-from reshard.rendezvous.catalog import Lru, parse_content
+from reshard.rendezvous.catalog import parse_content
 from reshard.rendezvous.converts import (
     geometries_from_message,
     geometries_to_message,
@@ -26,6 +26,7 @@ from reshard.rendezvous.converts import (
 )
 from reshard.rendezvous.errors import RendezvousError, RendezvousTimeoutError
 from reshard.rendezvous.flights import Flights
+from reshard.rendezvous.lru import Lru
 from reshard.rendezvous.optional import pb, tables_pb
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 from tests.refit.test_capture import COMPUTED, VIEWS, Model, Weights, t
 
+from reshard.refit import quickpass
 from reshard.refit.capture import _followed, record
 from reshard.refit.engines.loader import captured_of
 from reshard.refit.engines.places import Place, places_of
 from reshard.refit.errors import UnsupportedLoaderError
 from reshard.refit.quickpass import look
+from reshard.refit.recording import Recording
 from reshard.refit.seen import Seen
 from reshard.refit.tensors import SourceTensor
 
@@ -141,3 +144,34 @@ def test_a_source_that_nobody_writes_does_not_end_the_quick_pass() -> None:
     )
     assert isinstance(found, Seen)
     assert found.n_copies == 1
+
+
+def test_a_torch_without_the_key_is_said_once_and_the_recorder_sees_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_key(name: str) -> None:
+        raise RuntimeError(f"unknown dispatch key {name}")
+
+    model = Model({"p": (5,)}, lambda model, weights: [model.p.data.copy_(w) for _, w in weights])
+    destinations = [p.destination() for p in places_of(model)]
+    manifest = manifest_of({"w": t(5)})
+    quick = record(model.load_weights, manifest, destinations)
+    assert isinstance(quick, Seen)
+    monkeypatch.setattr(quickpass, "_guard", functools.cache(quickpass._guard.__wrapped__))
+    monkeypatch.setattr(torch._C, "_dispatch_key_parse", no_key)
+    for _ in range(2):
+        slow = record(model.load_weights, manifest, destinations)
+        assert isinstance(slow, Recording)
+        assert [write.destination for write in slow.writes] == ["p"]
+    said = [r.getMessage() for r in caplog.records if r.name == quickpass.__name__ and r.levelname == "WARNING"]
+    assert len(said) == 1
+    assert "unknown dispatch key DeferredInit" in said[0]
+
+
+def test_why_a_loader_is_followed_slowly_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model({"p": (5,)}, lambda model, weights: [model.p.data.copy_(w * 2) for _, w in weights])
+    with caplog.at_level("INFO", logger=quickpass.__name__):
+        record(model.load_weights, manifest_of({"w": t(5)}), [p.destination() for p in places_of(model)])
+    assert [r.getMessage() for r in caplog.records if "operation by operation" in r.getMessage()] == [
+        "capture follows this loader operation by operation, since the quick pass met aten.mul.Tensor"
+    ]

@@ -171,10 +171,10 @@ def rdv(
             yield client
         return
     pytest.importorskip("grpc", reason="grpcio is not installed")
-    from reshard.rendezvous import remote
+    from reshard.rendezvous.link import Link
     from reshard.rendezvous.service import serve
 
-    monkeypatch.setattr(remote, "_GRACE_S", 20.0)  # a busy machine may be late with the service's last word
+    monkeypatch.setattr(Link, "grace_s", 20.0)  # a busy machine may be late with the service's last word
     store = emptied(store_servers(request.param)) if request.param in STORES else "memory"
     with serve(listen="127.0.0.1:0", store=store) as server, Rendezvous.connect(server.address) as client:
         yield client

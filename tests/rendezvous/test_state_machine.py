@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from hypothesis.stateful import (
 )
 from tests.rendezvous.redis_records import read_records
 
-from reshard.rendezvous import hints, state, sweeping, transactions
+from reshard.rendezvous import hints, joining, state, sweeping, transactions
 from reshard.rendezvous.errors import (
     AbortedError,
     EqualityError,
@@ -40,10 +41,21 @@ from reshard.rendezvous.errors import (
     VersionError,
     WorkerLostError,
 )
-from reshard.rendezvous.records import Group, Hint, Model, Transaction, Version, VersionState, Vote
+from reshard.rendezvous.joining import Granted, Join, Pending
+from reshard.rendezvous.records import (
+    Group,
+    Hint,
+    Hints,
+    LastUse,
+    Model,
+    Progress,
+    Transaction,
+    Version,
+    VersionState,
+    Vote,
+)
 from reshard.rendezvous.redis_store import RedisStore
 from reshard.rendezvous.store import MemoryStore
-from reshard.rendezvous.transactions import Granted, Join, Pending
 from reshard.rendezvous.types import Decision, SlotRecord, VersionKey, WorkerInfo
 
 MODEL = "model"
@@ -52,6 +64,8 @@ GROUPS = {"pair": ("a", "b"), "single": ("c",)}
 TTL_S = 10.0
 LEASE_S = 20.0
 TRANSACTION_S = 30.0
+HOUR_S = 3600.0
+WEEK_S = 7 * 24 * HOUR_S
 OPEN = Decision.PENDING
 FINAL = {Decision.COMMIT, Decision.ABORT, Decision.SERVE, Decision.QUARANTINE}
 
@@ -96,6 +110,11 @@ class ShadowTransaction:
     decision: Decision = OPEN
     outcome: Decision = OPEN
     decided_at: float = 0.0
+    forgotten: bool = False
+
+    @property
+    def finished(self) -> bool:
+        return self.decision is Decision.ABORT or self.outcome is not OPEN
 
 
 def identifier(number: int) -> str:
@@ -121,6 +140,8 @@ class RendezvousMachine(RuleBasedStateMachine):
         self.last_joined: dict[tuple[str, str], int] = {}  # (group, member) -> seq
         self.sequences = dict.fromkeys(GROUPS, 0)
         self.hints: list[tuple[int, dict[tuple[str, str], bytes]]] = [(0, {})]
+        self.said_at: dict[tuple[str, str], float] = {}
+        self.used_at = -math.inf  # the last call for the model, or sweep that found a worker of it
 
     def open(self) -> None:
         """Hook for other stores."""
@@ -182,6 +203,7 @@ class RendezvousMachine(RuleBasedStateMachine):
         for _ in range(2):  # a repeated call is the same call
             self.run(lambda view: state.register(view, worker_id, info, TTL_S))
         self.workers[worker_id] = ShadowWorker(role, name, self.now, self.now + TTL_S)
+        self.used_at = self.now
 
     @rule(data=st.data())
     def beat(self, data) -> None:
@@ -221,24 +243,83 @@ class RendezvousMachine(RuleBasedStateMachine):
     def sweep(self) -> None:
         """Housekeeping changes no answer; it only completes what was decided."""
         for worker_id in self.workers:
-            if self.run(lambda view, worker_id=worker_id: sweeping.sweep_worker(view, worker_id)):
-                assert not self.alive(worker_id)
+            known = self.known(worker_id)
+            assert self.run(lambda view, worker_id=worker_id: sweeping.sweep_worker(view, worker_id)) is not known
+            self.used_at = self.now if known else self.used_at
+        for group in GROUPS:
+            self.sweep_group(group)
+        self.sweep_model()
+
+    def sweep_group(self, group: str) -> None:
+        gone = self.run(lambda view: sweeping.sweep_group(view, MODEL, group))
+        for txn in self.transactions.values():
+            if txn.group == group and not txn.forgotten:
+                self.decide_by_time(txn)
+        self.forget(group)
+        kept = [txn for txn in self.transactions.values() if txn.group == group and not txn.forgotten]
+        assert gone is not bool(kept)
+        if gone:
+            self.sequences[group] = 0
+            self.last_joined = {key: seq for key, seq in self.last_joined.items() if key[0] != group}
+
+    def forget(self, group: str) -> None:
+        """The facts that no member may ask for any more, as the group's pruning must forget them."""
+        finished = [txn for txn in self.transactions.values() if txn.group == group and txn.finished]
+        for txn in finished:
+            awaited = txn is finished[-1] and self.now < txn.deadline
+            may_ask = any(
+                self.known(worker_id) and self.last_joined.get((group, member), 0) <= txn.seq
+                for member, worker_id in txn.joined.items()
+            )
+            txn.forgotten |= not awaited and not may_ask
+
+    def known(self, worker_id: str) -> bool:
+        """A worker that lives or was lost within the hour."""
+        return self.workers[worker_id].expires_at + HOUR_S > self.now
+
+    def sweep_model(self) -> None:
         self.run(lambda view: sweeping.sweep_model(view, MODEL))
+        idle = self.used_at + WEEK_S + HOUR_S <= self.now
         for uid, version in self.versions.items():
             if version.status == "gone":
                 continue
             lost = not all(self.alive(record.worker_id) for record in version.filled.values())
-            passed = not version.filled and version.key[1] < self.step
-            if version.opened_at + 3600.0 < self.now and (lost or passed or version.status == "refused"):
+            passed = not version.filled and (idle or version.key[1] < self.step)
+            if version.opened_at + HOUR_S < self.now and (lost or passed or version.status == "refused"):
                 self.drop(uid, version)  # it could never be offered again
             if version.wanted_gone and not self.live_leases(uid):
                 version.status = "gone"
+        left = any(version.status != "gone" for version in self.versions.values())
+        if not self.records(Model) and not self.records(Hints) and not self.records(LastUse):
+            assert not left
+            assert self.used_at + WEEK_S <= self.now, "forgotten within its retention"
+            self.forget_model()
+        else:
+            assert left or not idle, "a model that was idle for over a week is kept"
+
+    def forget_model(self) -> None:
+        assert not self.records(Progress)
+        self.epoch, self.step, self.runs = -1, -1, {}
+        self.progress, self.last_filled = {}, {}
+        self.hints, self.said_at = [(0, {})], {}
 
     @rule()
     def a_long_pause(self) -> None:
         """Over an hour: all workers are lost, and housekeeping forgets what can never be offered again."""
         self.now += 4000.0
         self.sweep()
+
+    @rule(days=st.sampled_from([6.0, 8.0]), used=st.sampled_from([False, False, True]))
+    def days_pass(self, days: float, used: bool) -> None:
+        """Nothing happens for days: after a week without a use the model is forgotten, whole, and not before."""
+        self.now += days * 24 * HOUR_S
+        if used:
+            self.register("receiver", "a")
+        self.sweep()
+        self.now += TRANSACTION_S  # a transaction that the first sweep ended is kept until its deadline
+        self.sweep()
+        if days > 7 and not used:
+            assert not self.snapshot(), "after a week without any use a record is left"
 
     # --- versions ---
 
@@ -249,6 +330,7 @@ class RendezvousMachine(RuleBasedStateMachine):
             refused(VersionError, lambda: self.run(lambda view: state.open_epoch(view, MODEL, run)))
             return
         got = self.run(lambda view: state.open_epoch(view, MODEL, run))
+        self.used_at = self.now
         if known is not None:
             assert got == known
             return
@@ -274,8 +356,7 @@ class RendezvousMachine(RuleBasedStateMachine):
             refused(VersionError, lambda: self.run(transition))
             return
         if epoch == self.epoch and step == self.step:
-            ours = [(u, v) for u, v in self.versions.items() if v.key == (epoch, step)]
-            (open_uid, version), *_ = ours
+            *_, (open_uid, version) = [(u, v) for u, v in self.versions.items() if v.key == (epoch, step)]
             gone = version.status == "gone"
             if gone:
                 refused(StaleError, lambda: self.run(transition))
@@ -283,8 +364,10 @@ class RendezvousMachine(RuleBasedStateMachine):
                 refused(VersionError, lambda: self.run(transition))
             else:
                 assert self.run(transition) == open_uid
+                self.used_at = self.now
             return
         assert self.run(transition) == uid
+        self.used_at = self.now
         if epoch > self.epoch:
             self.start_epoch(epoch)
         self.step = step
@@ -300,6 +383,7 @@ class RendezvousMachine(RuleBasedStateMachine):
         layout_epoch = max((layout for layout, _ in layouts), default=0)
         layout_epoch += any(layout == (layout_epoch, bytes([1]) * 32) for layout in layouts)
         self.run(lambda view: state.open_version(view, VersionKey(MODEL, epoch, step), slots, layout_epoch, uid))
+        self.used_at = self.now
         if epoch > self.epoch:
             self.start_epoch(epoch)
         self.step = step
@@ -522,14 +606,18 @@ class RendezvousMachine(RuleBasedStateMachine):
 
     def settle(self, txn: ShadowTransaction) -> None:
         """Let time decide, in the shadow and, by asking, in the record."""
+        if self.decide_by_time(txn):
+            self.check_facts(txn, self.run(lambda view: transactions.ask(view, txn.id)))
+
+    def decide_by_time(self, txn: ShadowTransaction) -> bool:
         over = txn.deadline <= self.now or not all(map(self.alive, txn.joined.values()))
         if over and txn.decision is OPEN:
             self.decide(txn, Decision.ABORT)
         elif over and txn.decision is Decision.COMMIT and txn.outcome is OPEN:
             txn.outcome = Decision.QUARANTINE
         else:
-            return
-        self.check_facts(txn, self.run(lambda view: transactions.ask(view, txn.id)))
+            return False
+        return True
 
     def decide(self, txn: ShadowTransaction, verdict: Decision) -> None:
         assert txn.decision is OPEN
@@ -558,9 +646,8 @@ class RendezvousMachine(RuleBasedStateMachine):
             next(self.ids), next(self.ids),
         )  # fmt: skip
         open_txn = self.current(group)
-        forgettable = {txn.id for txn in self.transactions.values() if txn.group == group and self.may_be_unknown(txn)}
         try:
-            answer = self.run(lambda view: transactions.join(view, wish))
+            answer = self.run(lambda view: joining.join(view, wish))
         except RendezvousError as error:
             self.check_refused_join(wish, open_txn, error)
             return
@@ -577,10 +664,9 @@ class RendezvousMachine(RuleBasedStateMachine):
         elif isinstance(answer, Pending):
             self.check_pending_join(wish, open_txn)
         else:
-            self.check_granted_join(wish, open_txn, answer)
             if answer.transaction == wish.new_transaction:
-                kept = {txn.id for txn in self.records(Transaction)}
-                assert not kept & forgettable, "what nobody may ask for any more is kept"
+                self.forget(group)
+            self.check_granted_join(wish, open_txn, answer)
 
     def check_refused_join(self, wish: Join, open_txn, error: RendezvousError) -> None:
         if not self.alive(wish.worker_id):
@@ -600,11 +686,11 @@ class RendezvousMachine(RuleBasedStateMachine):
         # An explicit step that can never be offered: gone, refused, closed, or withdrawn.
         assert isinstance(error, StaleError | EqualityError), error
         assert wish.step is not None
-        for version in self.versions.values():
-            if version.key == (self.epoch, wish.step):
-                lost = not all(self.alive(r.worker_id) for r in version.filled.values())
-                assert version.status in ("gone", "refused", "closed") or (version.status == "ready" and lost), error
-                assert isinstance(error, EqualityError) is (version.status == "refused")
+        *_, version = [None, *(v for v in self.versions.values() if v.key == (self.epoch, wish.step))]
+        if version is not None:
+            lost = not all(self.alive(r.worker_id) for r in version.filled.values())
+            assert version.status in ("gone", "refused", "closed") or (version.status == "ready" and lost), error
+            assert isinstance(error, EqualityError) is (version.status == "refused")
 
     def missed_abort(self, wish: Join) -> ShadowTransaction | None:
         """The group's last transaction, if it was aborted while this process was on its way to it."""
@@ -716,7 +802,8 @@ class RendezvousMachine(RuleBasedStateMachine):
         def transition(view):
             return transactions.cast_vote(view, txn_id, member, worker_id, vote, lambda *_: left)
 
-        if self.may_be_unknown(txn):
+        if txn.forgotten:
+            assert self.run(transition).decision is Decision.UNKNOWN
             return
         if member not in txn.joined or txn.votes.get(member, vote) != vote:
             refused(TransactionError, lambda: self.run(transition))
@@ -745,7 +832,8 @@ class RendezvousMachine(RuleBasedStateMachine):
         def transition(view):
             return transactions.install(view, txn_id, member, worker_id, ok, "")
 
-        if self.may_be_unknown(txn):
+        if txn.forgotten:
+            assert self.run(transition).decision is Decision.UNKNOWN
             return
         self.settle(txn)
         told_otherwise = txn.outcome is OPEN and txn.installed.get(member, ok) != ok
@@ -766,19 +854,11 @@ class RendezvousMachine(RuleBasedStateMachine):
         txn_id = data.draw(st.sampled_from(list(self.transactions)), label="transaction")
         txn = self.transactions[txn_id]
         facts = self.run(lambda view: transactions.ask(view, txn_id))
-        self.settle(txn)
-        if facts.decision is Decision.UNKNOWN:
-            assert self.may_be_unknown(txn), "a member that may still ask is left without an answer"
+        if txn.forgotten:
+            assert facts.decision is Decision.UNKNOWN
             return
+        self.settle(txn)
         self.check_facts(txn, facts)
-
-    def may_be_unknown(self, txn: ShadowTransaction) -> bool:
-        """Whether each member has joined a later transaction, or its worker is lost."""
-        finished = txn.decision is Decision.ABORT or txn.outcome is not OPEN
-        return finished and all(
-            not self.alive(worker_id) or self.last_joined[txn.group, member] > txn.seq
-            for member, worker_id in txn.joined.items()
-        )
 
     def check_facts(self, txn: ShadowTransaction, facts) -> None:
         assert facts.decision is txn.decision, facts
@@ -791,12 +871,22 @@ class RendezvousMachine(RuleBasedStateMachine):
     def put_hint(self, member: str, digest: int) -> None:
         group = next(name for name, members in GROUPS.items() if member in members)
         layout_epoch, newest = self.hints[-1]
-        said = newest | {(group, member): bytes([digest]) * 32}
-        if said != newest:
+        mine = (group, member)
+        if newest.get(mine) != bytes([digest]) * 32:
             layout_epoch += 1
-            self.hints.append((layout_epoch, said))
+            others = {of: cut for of, cut in newest.items() if of == mine or not self.hint_is_forgotten(of)}
+            self.hints.append((layout_epoch, others | {mine: bytes([digest]) * 32}))
+            self.said_at[mine] = self.now
+        elif self.said_at[mine] + HOUR_S <= self.now:
+            self.said_at[mine] = self.now
         hint = Hint(group, member, bytes([digest]) * 32)
         assert self.run(lambda view: hints.put_hint(view, MODEL, hint)) == layout_epoch
+        self.used_at = self.now
+
+    def hint_is_forgotten(self, of: tuple[str, str]) -> bool:
+        """Said over an hour ago, by a member of a group of which no transaction is kept."""
+        kept = any(txn.group == of[0] and not txn.forgotten for txn in self.transactions.values())
+        return not kept and self.said_at[of] + HOUR_S <= self.now
 
     @rule(back=st.integers(-1, 12))
     def get_hints(self, back: int) -> None:
@@ -873,6 +963,12 @@ class RendezvousMachine(RuleBasedStateMachine):
         return txn.deadline <= self.now or not all(map(self.alive, txn.joined.values())) or txn.decision in FINAL
 
     @invariant()
+    def what_a_member_may_ask_for_is_kept_and_nothing_else(self) -> None:
+        kept = {txn.id for txn in self.transactions.values() if not txn.forgotten}
+        assert {txn.id for txn in self.records(Transaction)} == kept
+        assert {group.group for group in self.records(Group)} == {self.transactions[txn_id].group for txn_id in kept}
+
+    @invariant()
     def a_group_serves_one_version_that_all_its_members_installed(self) -> None:
         for group in self.records(Group):
             served = [
@@ -883,7 +979,7 @@ class RendezvousMachine(RuleBasedStateMachine):
                 assert all(txn.installed.values())
                 assert all(vote.yes for vote in txn.votes.values())
             if group.serving is not None:
-                last = max(served, key=lambda txn: txn.seq)
+                last = served[-1]
                 assert (group.serving.epoch, group.serving.step) == self.versions[last.uid].key
                 assert not group.quarantined
 

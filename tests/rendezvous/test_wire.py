@@ -26,7 +26,7 @@ from reshard.planner.shards import Holder, Shard, ShardPart
 from reshard.proto.v1 import rendezvous_pb2 as pb
 from reshard.proto.v1 import tables_pb2
 from reshard.rendezvous import converts, limits
-from reshard.rendezvous.catalog import BlobCatalog, Lru
+from reshard.rendezvous.catalog import BlobCatalog
 from reshard.rendezvous.columns import compress, pack_columns, unpack_columns
 from reshard.rendezvous.errors import (
     InvalidRequestError,
@@ -34,6 +34,7 @@ from reshard.rendezvous.errors import (
     RendezvousTimeoutError,
     RendezvousUnavailableError,
 )
+from reshard.rendezvous.lru import Lru
 from reshard.rendezvous.store import MemoryStore
 from reshard.rendezvous.tablecache import Content, TableCache
 from reshard.rendezvous.uploads import Pieces, Uploads

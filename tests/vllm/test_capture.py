@@ -9,22 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.vllm_models import QWEN3_30B
 from tests.vllm.children import ROOT
 from tests.vllm.conftest import VLLM_ENV
 from tests.vllm.models import config_of
-
-QWEN3_30B: dict[str, Any] = {
-    "vocab_size": 151_936,
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-}
 
 
 def checkpoint_names(config: Any) -> list[tuple[str, tuple[int, ...]]]:
@@ -61,8 +49,7 @@ def captured(folder: Path, config: Any) -> dict[str, Any]:
 
 @pytest.mark.timeout(300)
 def test_capture_of_a_30b_shaped_qwen3_moe_is_complete(tmp_path: Path) -> None:
-    config = config_of("qwen3_moe", **QWEN3_30B)
-    config.architectures = ["Qwen3MoeForCausalLM"]
+    config = config_of("qwen3_moe", **{name: value for name, value in QWEN3_30B.items() if name != "model_type"})
     found = captured(tmp_path, config)
     print(found)
     assert found["tensors"] > 18_000
