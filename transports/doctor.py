@@ -197,6 +197,7 @@ def _native(name: str, host: HostReport) -> tuple[str, tuple[str, ...], tuple[st
         package = installed()
         version = f"{package} {importlib.metadata.version(package.replace('_', '-'))}"
         library = _bundled_ucx(package)
+        warnings += _emulation_warnings()
     else:
         version, library = "", ""
     if importlib.util.find_spec("cffi") is None or (name == "nixl" and not library):
@@ -256,6 +257,18 @@ def _host_warnings(host: HostReport) -> list[str]:
             "without it reads on one host are emulated"
         )
     return warnings
+
+
+def _emulation_warnings() -> list[str]:
+    """Where NIXL's reads would be emulated, and what that means."""
+    from reshard.transports.nixl.emulation import LIMIT, active_ports, emulated
+
+    active = active_ports(_INFINIBAND)
+    return [
+        f"{where} UCX emulates NIXL's reads in software: {LIMIT}"
+        for where, visible in (("between hosts", False), ("on one host", True))
+        if emulated(visible=visible, environment=os.environ, options={}, active=active)
+    ]
 
 
 def _cma_words(scope: int) -> str:

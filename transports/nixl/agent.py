@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from logging import getLogger
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ from reshard.transports.errors import (
 from reshard.transports.hostmem import allocate_pages
 from reshard.transports.nixl import library
 from reshard.transports.nixl.library import mapped
+from reshard.transports.nixl.sleeping import agent_class
 from reshard.transports.regions import Region
 from reshard.transports.signals import signal_handlers_kept
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 logger = getLogger(__name__)
 
 _LANDING_BYTES = 64 << 10
+_PORT_TRIES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class AgentSettings:
         Its initialisation parameters.
     progress_thread : bool
         Needed on the serving side, where nobody polls.
+    sleep_us : int
+        How long that thread may sleep where no event comes; 0 lets it spin.
     listen_port : int
         Port of the metadata listener; 0 for none.
     telemetry : bool
@@ -64,6 +68,7 @@ class AgentSettings:
     backend: str = "UCX"
     options: Mapping[str, str] = field(default_factory=dict)
     progress_thread: bool = True
+    sleep_us: int = 0
     listen_port: int = 0
     telemetry: bool = False
 
@@ -101,8 +106,10 @@ class Agent:
                 capture_telemetry=settings.telemetry,
                 backends=[],
             )
+            sleeps = settings.progress_thread and settings.sleep_us
+            kind = agent_class(nixl, settings.sleep_us) if sleeps else nixl.nixl_agent
             with signal_handlers_kept():
-                agent: nixl_agent = nixl.nixl_agent(name, config)
+                agent: nixl_agent = kind(name, config)
             if settings.backend not in agent.get_plugin_list():
                 raise TransportUnavailableError(
                     f"NIXL has no plug-in {settings.backend!r}, expected one of {', '.join(agent.get_plugin_list())}",
@@ -260,6 +267,24 @@ class Agent:
                 raise TransferError(f"NIXL agent {self.name} is still referred to and cannot be destroyed")
             self._landing.clear()
             self._free_slots.clear()
+
+
+def start_listening_agent(name: str, settings: AgentSettings) -> tuple[Agent, int]:
+    """Return an agent with a metadata listener, and the listener's port: a free one, unless the settings name one."""
+    for left in reversed(range(_PORT_TRIES if not settings.listen_port else 1)):
+        port = settings.listen_port or _free_port()
+        try:
+            return Agent(name, replace(settings, listen_port=port)), port
+        except TransportUnavailableError:
+            if not left:  # else another process may have taken the port meanwhile
+                raise
+    raise AssertionError("unreachable")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def _resolve(host: bytes, peer: str, deadline: float) -> str:

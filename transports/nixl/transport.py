@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import struct
 import time
@@ -30,13 +31,13 @@ from reshard.transports.errors import (
     TransferError,
     TransferTimeoutError,
     TransportError,
-    TransportUnavailableError,
 )
 from reshard.transports.hostmem import allocate_host
 from reshard.transports.identity import ProcessIdentity
 from reshard.transports.lists import ConnectedPeer, Work
 from reshard.transports.nixl import library
-from reshard.transports.nixl.agent import Agent, AgentSettings
+from reshard.transports.nixl.agent import Agent, AgentSettings, start_listening_agent
+from reshard.transports.nixl.emulation import EmulationNotices
 from reshard.transports.nixl.requests import BeaconGate, Link, NativeList, NixlSlice
 from reshard.transports.regions import MemoryKind, Region
 from reshard.transports.shared import SharedPages
@@ -47,7 +48,8 @@ logger = getLogger(__name__)
 
 # after the process: beacon address and descriptor, listener port (0: a blob follows; else the listener's host does)
 _PAYLOAD = struct.Struct("<QiH")
-_PORT_TRIES = 4
+MAX_SLEEP_S = 1.0
+"""Longest sleep of a progress thread: what nobody signals (a peer's death over shared memory) waits for its end."""
 
 
 class NixlTransport(CommonTransport):
@@ -67,6 +69,9 @@ class NixlTransport(CommonTransport):
         Its port; 0 picks a free one.
     telemetry : bool
         Whether NIXL measures its transfers (`PeerStats.native_seconds`).
+    progress_sleep_s : float
+        How long the serving agent's progress thread may sleep where no event comes, in seconds, at most 1; 0 lets it
+        spin, which costs a processor and answers small reads over TCP sooner.
     map_beacon : bool
         Whether to watch peers of this host by a mapped page instead of by native reads of their beacons.
     workers : int
@@ -76,6 +81,8 @@ class NixlTransport(CommonTransport):
     ------
     TransportUnavailableError
         If NIXL is not installed or does not load.
+    ValueError
+        If a setting is not what it should be.
     """
 
     name: ClassVar[str] = "nixl"
@@ -102,17 +109,22 @@ class NixlTransport(CommonTransport):
         listen_host: str = "",
         listen_port: int = 0,
         telemetry: bool = False,
+        progress_sleep_s: float = 0.01,
         map_beacon: bool = True,
         workers: int = 1,
     ) -> None:
         if metadata not in ("blob", "listener"):
             raise ValueError(f"metadata: got {metadata!r}, expected 'blob' or 'listener'")
+        if isinstance(progress_sleep_s, bool) or not 0 <= progress_sleep_s <= MAX_SLEEP_S:
+            raise ValueError(f"progress_sleep_s: got {progress_sleep_s!r}, expected seconds from 0 to {MAX_SLEEP_S}")
         library.load()
         super().__init__(workers=workers)
         self._backend = backend
         self._options = dict(options or {})
         self._telemetry = telemetry
+        self._sleep_us = math.ceil(progress_sleep_s * 1e6)
         self._map_beacon = map_beacon
+        self._notices = EmulationNotices(self._options if backend == "UCX" else None)
         self._listener = (listen_host or socket.gethostname(), listen_port) if metadata == "listener" else None
         self._serving: Agent | None = None
         self._reading: Agent | None = None
@@ -181,17 +193,10 @@ class NixlTransport(CommonTransport):
         return self._serving
 
     def _start_agent(self, name: str, port: int, *, progress_thread: bool) -> tuple[Agent, int]:
-        """Return an agent and the port of its listener, if there is to be one; 0 takes a free one."""
-        listening = self._listener is not None
-        for left in reversed(range(_PORT_TRIES if listening and not port else 1)):
-            chosen = port or (_free_port() if listening else 0)
-            settings = AgentSettings(self._backend, self._options, progress_thread, chosen, self._telemetry)
-            try:
-                return Agent(name, settings), chosen
-            except TransportUnavailableError:
-                if not left:  # else another process may have taken the port meanwhile
-                    raise
-        raise AssertionError("unreachable")
+        settings = AgentSettings(self._backend, self._options, progress_thread, self._sleep_us, port, self._telemetry)
+        if self._listener is None:
+            return Agent(name, settings), 0
+        return start_listening_agent(name, settings)
 
     def _read(self) -> Agent:
         with self._lock:
@@ -224,7 +229,9 @@ class NixlTransport(CommonTransport):
         seen = self._map_beacon and identity.visible
         watch = PeerWatch(peer.name, peer.endpoint, identity, control) if seen else None
         try:
-            return self._connect(peer, payload, (beacon, port), watch, deadline)
+            link = self._connect(peer, payload, (beacon, port), watch, deadline)
+            self._notices.connected(peer, visible=identity.visible)
+            return link
         except BaseException:
             if watch is not None:
                 watch.close()
@@ -332,9 +339,3 @@ def _link(peer: ConnectedPeer) -> Link:
     if not isinstance(peer.native, Link):
         raise PeerError(f"peer {peer.name!r} is not connected", peer=peer.name)
     return peer.native
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
