@@ -66,8 +66,11 @@ def span_of(name: str, data: ArrayLike) -> Span:
     if is_torch(data):
         tensor: torch.Tensor = data  # type: ignore[assignment]
         item = int(tensor.element_size())
-        lengths = zip(tensor.shape, tensor.stride(), strict=True)
-        nbytes = (sum((int(n) - 1) * int(s) for n, s in lengths) + 1) * item if tensor.numel() else 0
+        if tensor.is_contiguous():
+            nbytes = int(tensor.numel()) * item
+        else:
+            lengths = zip(tensor.shape, tensor.stride(), strict=True)
+            nbytes = (sum((int(n) - 1) * int(s) for n, s in lengths) + 1) * item if tensor.numel() else 0
         needed = int(tensor.storage_offset()) * item + nbytes
         if nbytes and tensor.device.type != "meta" and tensor.untyped_storage().nbytes() < needed:
             raise UnmappedMemoryError(

@@ -307,12 +307,9 @@ class Workbench:
         require_awake(self.engine, f"member {self.settings.member!r}")
 
     def require_mapped(self) -> None:
-        """Refuse to touch weights and buffers that are not in memory: the engine sleeps, or has slept since.
+        """Raise UnmappedMemoryError for weights and buffers that are not in memory: the engine sleeps, or has slept.
 
-        Raises
-        ------
-        UnmappedMemoryError
-            Naming the first. Registered buffers that lost their memory are given up, so that the next refit is cold.
+        Registered buffers that lost their memory are given up, so that the next refit is cold.
         """
         whose = f"member {self.settings.member!r}"
         require_awake(self.engine, whose)

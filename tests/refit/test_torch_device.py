@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.reference import Scenario
 from tests.refit.cluster import Cluster
+from tests.refit.fake_gpu import RecordingRuntime
 from tests.strategies import read_table, scenarios, shard_table
 
 from reshard.planner import PlanOptions, plan
@@ -30,27 +31,6 @@ from reshard.refit.settings import expandable_segments
 from reshard.refit.torch_device import TorchDevice
 from reshard.refit.torch_views import Strided, copy_runs, elements_of, put_elements
 from reshard.transports import open_transport, registry
-
-
-class RecordingRuntime:
-    """A stream that writes down what is asked of it."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-
-    @contextlib.contextmanager
-    def on_stream(self):
-        self.log.append("enqueue")
-        yield
-
-    def synchronize(self) -> None:
-        self.log.append("synchronize")
-
-    def synchronize_device(self) -> None:
-        self.log.append("quiesce")
-
-    def flush(self) -> None:
-        self.log.append("flush")
 
 
 @st.composite
