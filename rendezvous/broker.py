@@ -19,7 +19,7 @@ from typing import TypeVar
 from reshard.rendezvous import explain, hints, joining, limits, state, transactions
 from reshard.rendezvous.catalog import Catalog
 from reshard.rendezvous.descriptions import Description
-from reshard.rendezvous.errors import AbortedError, RendezvousError, RendezvousTimeoutError, StaleError
+from reshard.rendezvous.errors import AbortedError, RendezvousTimeoutError, StaleError
 from reshard.rendezvous.joining import Granted, Join, Pending
 from reshard.rendezvous.records import Hint, HintSet, VersionState, Vote, model_key, version_key
 from reshard.rendezvous.store import Store
@@ -91,7 +91,7 @@ class Broker:
             await asyncio.sleep(_SWEEP_EVERY_S)
             try:
                 await self.catalog.sweep(*await sweep(self.store))
-            except (RendezvousError, OSError):
+            except Exception:  # noqa: BLE001 - whatever it is: the next sweep is tried all the same
                 _log.warning("sweeping failed; it is tried again in %g s", _SWEEP_EVERY_S, exc_info=True)
 
     async def register(self, worker_id: str, info: WorkerInfo, ttl_s: float) -> None:

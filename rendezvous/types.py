@@ -41,8 +41,8 @@ class Decision(Enum):
     """A durable fact of a transaction, or the lack of one.
 
     ``COMMIT``/``ABORT`` is the first fact, ``SERVE``/``QUARANTINE`` the second. ``PENDING`` is not decided
-    yet; ``UNKNOWN`` says that the service has no record (a memory store that was restarted): a member in
-    doubt then quarantines.
+    yet; ``UNKNOWN`` says that the service has no record (a memory store that was restarted, or a member that asks
+    over an hour after it was lost): a member in doubt then quarantines.
     """
 
     PENDING = "pending"

@@ -12,7 +12,7 @@ import pytest
 from tests.rendezvous.redis_records import read_records
 from tests.rendezvous.support import make_part
 
-from reshard.rendezvous import codec, hints, joining, retention, state, sweeping, transactions
+from reshard.rendezvous import broker, codec, hints, joining, retention, state, sweeping, transactions
 from reshard.rendezvous.catalog import ObjectCatalog
 from reshard.rendezvous.errors import StaleError
 from reshard.rendezvous.joining import Granted, Join
@@ -368,3 +368,30 @@ def test_objects_of_the_process_are_forgotten_an_hour_after_their_last_use() -> 
     now += HOUR_S + 1.0
     sweep()
     assert asyncio.run(catalog.n_rows(part.digest)) is None
+
+
+def test_a_server_goes_on_sweeping_after_a_sweep_that_failed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults = iter([StaleError("the store is away"), ValueError("a record that is none"), None, None])
+
+    async def run() -> None:
+        twice = asyncio.Event()
+
+        async def sweep(store: Store) -> tuple[set[bytes], set[bytes]]:
+            fault = next(faults, None)
+            if fault is not None:
+                raise fault
+            twice.set()
+            return set(), set()
+
+        monkeypatch.setattr(broker, "sweep", sweep)
+        monkeypatch.setattr(broker, "_SWEEP_EVERY_S", 0.01)
+        service = broker.Broker(MemoryStore(), ObjectCatalog())
+        service.start()
+        async with asyncio.timeout(30.0):
+            await twice.wait()
+        await service.close()
+
+    asyncio.run(run())
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [StaleError, ValueError]
