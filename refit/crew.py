@@ -95,8 +95,8 @@ class Crew(Generic[Item, Tool]):
             n_queued = len(self._queue)
             self._close(drop=True)
             raise RefitTimeoutError(
-                f"{deadline.what}: the deadline of {deadline.timeout_s:g} s passed while {_listed(left)} were being "
-                f"worked on and {n_queued} more were waiting"
+                f"{deadline.what}: the deadline of {deadline.timeout_s:g} s passed with {len(left)} at work "
+                f"({_listed(left)}) and {n_queued} not begun"
             )
 
     def stop(self, deadline: Deadline) -> tuple[str, ...]:

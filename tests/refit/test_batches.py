@@ -15,6 +15,7 @@ from reshard.planner.bind import PeerRows
 from reshard.refit.batches import complete_with, n_batches, split_wave
 from reshard.refit.crew import Crew
 from reshard.refit.deadline import Deadline
+from reshard.refit.errors import RefitTimeoutError
 
 Rows = list[tuple[int, int, int]]
 
@@ -169,3 +170,40 @@ def test_stopping_waits_for_the_item_at_work_and_drops_the_rest() -> None:
     assert not stopper.is_alive()
     assert seen == [1]
     assert crew.stop(Deadline(20.0, "test")) == ()
+
+
+def test_a_crew_is_waited_for_until_the_deadline_and_what_is_left_is_said() -> None:
+    started, release = threading.Event(), threading.Event()
+    seen: list[int] = []
+
+    def work(item: int, tool: int) -> None:
+        if item == 1:
+            started.set()
+            assert release.wait(20)
+        seen.append(item)
+
+    crew = Crew(lambda: 0, work, 1, lambda item: f"item {item}")
+    crew.feed([1])
+    assert started.wait(20)
+    try:
+        with pytest.raises(
+            RefitTimeoutError, match=r"a refit: the deadline of 0\.2 s passed with 1 at work \(item 1\) and 0 not begun"
+        ):
+            crew.finish(Deadline(0.2, "a refit"))
+        assert crew.stop(Deadline(0.2, "a refit")) == ("item 1",), "a second is waited, and no more"
+    finally:
+        release.set()
+    assert crew.stop(Deadline(20.0, "a refit")) == ()
+    assert seen == [1]
+
+
+def test_a_deadline_that_has_passed_leaves_work_undone_and_says_how_much() -> None:
+    seen: list[int] = []
+    crew = collect(0, seen)
+    crew.feed(range(7))
+    deadline = Deadline(1e-6, "a refit")
+    while deadline.left_s > 0:
+        time.sleep(0.001)
+    with pytest.raises(RefitTimeoutError, match=r"with 0 at work \(none\) and 7 not begun"):
+        crew.finish(deadline)
+    assert seen == []
