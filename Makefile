@@ -97,9 +97,9 @@ bench-planner: $(VENV)-bench/.ready ## the planner beside its ancestor, into ben
 
 .PHONY: faults
 faults: $(VENV)/.test ## each step of a refit x everything that can go wrong, over real processes, in both install modes
-	$(BIN)/python -m tests.faults.matrix
-	$(BIN)/python -m tests.faults.matrix --install stream
-	$(BIN)/python -m tests.faults.matrix --transport nixl --steps read
+	$(BIN)/python -m tests.faults.matrix --install shadow stream --jobs 3
+	$(BIN)/python -m tests.faults.matrix --install shadow stream --transport ucx --steps read --jobs 3
+	$(BIN)/python -m tests.faults.matrix --install shadow stream --transport nixl --steps read --jobs 3
 
 .PHONY: soak
 soak: $(VENV)/.test ## 2,000 refits of the demo model: no growth of memory, handles or registrations
@@ -127,9 +127,10 @@ bench-capture: $(VENV)-vllm/.ancestor ## capture of a 30B model with vLLM's own 
 	PYTHONPATH=$(VENV)-vllm/ancestor $(VENV)-vllm/bin/python -m benchmarks.capture --results benchmarks/RESULTS.md $(BENCH_ARGS)
 
 .PHONY: lint
-lint: $(VENV)/.dev ## ruff: lint and format
+lint: $(VENV)/.dev ## ruff: lint and format; buf: the protocol
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/buf lint --config '{"version":"v2","modules":[{"path":"src"}],"lint":{"use":["STANDARD","COMMENTS"]}}'
 
 .PHONY: types
 types: $(VENV)/.dev ## mypy --strict
