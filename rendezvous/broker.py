@@ -21,7 +21,8 @@ from reshard.rendezvous.catalog import Catalog
 from reshard.rendezvous.descriptions import Description
 from reshard.rendezvous.errors import AbortedError, RendezvousTimeoutError, StaleError
 from reshard.rendezvous.joining import Granted, Join, Pending
-from reshard.rendezvous.records import Hint, HintSet, VersionState, Vote, model_key, version_key
+from reshard.rendezvous.keys import model_key, version_key
+from reshard.rendezvous.records import Hint, HintSet, VersionState, Vote
 from reshard.rendezvous.store import Store
 from reshard.rendezvous.sweeping import sweep
 from reshard.rendezvous.types import Decision, Facts, Progress, SlotRecord, VersionKey, WorkerInfo

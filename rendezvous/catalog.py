@@ -10,11 +10,9 @@ import asyncio
 import fnmatch
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from reshard.planner.cuts import Cuts
-from reshard.planner.dictionaries import TensorDict
-from reshard.planner.geometries import GeometryDict
 from reshard.planner.shards import ShardPart
 from reshard.rendezvous import limits
 from reshard.rendezvous.converts import (
@@ -31,6 +29,7 @@ from reshard.rendezvous.store import BLOB_IDLE_S, Store
 
 __all__ = ["BlobCatalog", "Catalog", "ObjectCatalog", "parse_content"]
 
+M = TypeVar("M", bound="protobuf.Message")
 V = TypeVar("V")
 Unconsumed = tuple[str, ...]
 _LARGE_ROWS = 100_000
@@ -166,14 +165,24 @@ class ObjectCatalog(_Names):
                 contents.pop(digest, None)
 
 
+class _Dictionaries(Generic[M, V]):
+    """Dictionaries of one kind: how they are read, and those decoded last."""
+
+    def __init__(self, parse: Callable[[bytes], M], n_rows: Callable[[M], int], build: Callable[[M, bytes], V]) -> None:
+        self.parse = parse
+        self.n_rows = n_rows
+        self.build = build
+        self.kept: Lru[bytes, V] = Lru(64)
+
+
 class BlobCatalog(_Names):
     """Tables as encoded messages in a store, checked before they are kept."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
         self._store = store
-        self._tensors: Lru[bytes, TensorDict] = Lru(64)
-        self._geometries: Lru[bytes, GeometryDict] = Lru(64)
+        self._tensors = _Dictionaries(_tensors, lambda message: message.n_tensors, tensors_from_message)
+        self._geometries = _Dictionaries(_geometries, lambda message: message.n_geometries, geometries_from_message)
         self._of_dict: Lru[bytes, frozenset[str]] = Lru(1024)
         self._large = asyncio.Lock()
         self._heads: Lru[bytes, tuple[int, bytes, bytes]] = Lru(4096)  # part: rows, tensors, geometries
@@ -208,8 +217,8 @@ class BlobCatalog(_Names):
         """
         digests = (tensors_digest, geometries_digest, part_digest)
         missing = [digest for digest in await self.missing(digests) if digest not in contents]
-        tensors = await self._put_tensors(tensors_digest, contents)
-        geometries = await self._put_geometries(geometries_digest, contents)
+        tensors = await self._put_dictionary(self._tensors, tensors_digest, contents)
+        geometries = await self._put_dictionary(self._geometries, geometries_digest, contents)
         if missing or part_digest not in contents or tensors is None or geometries is None:
             return missing
         message = _part(contents[part_digest])
@@ -221,41 +230,26 @@ class BlobCatalog(_Names):
         self._heads.put(part_digest, (len(part), tensors_digest, geometries_digest))
         return []
 
-    async def _put_tensors(self, digest: bytes, contents: Mapping[bytes, bytes]) -> TensorDict | None:
-        known = self._tensors.get(digest)
+    async def _put_dictionary(
+        self, kind: _Dictionaries[M, V], digest: bytes, contents: Mapping[bytes, bytes]
+    ) -> V | None:
+        """Check and keep a dictionary that `contents` holds, and return it; None if it is neither there nor here."""
+        known = kind.kept.get(digest)
         if known is not None and digest not in contents:
             return known
         stored = await self._store.get_blob(digest)
         blob = contents.get(digest) or stored
         if blob is None:
             return None
-        message = _tensors(blob)
+        message = kind.parse(blob)
         content = _canonical(message)
         if known is not None and content == stored:
             return known  # many ranks send at once what each was told is missing
-        tensors = await self._decode(message.n_tensors, lambda: tensors_from_message(message, digest))
+        dictionary = await self._decode(kind.n_rows(message), lambda: kind.build(message, digest))
         if stored is None:
             await self._store.put_blob(digest, content)
-        self._tensors.put(digest, tensors)
-        return tensors
-
-    async def _put_geometries(self, digest: bytes, contents: Mapping[bytes, bytes]) -> GeometryDict | None:
-        known = self._geometries.get(digest)
-        if known is not None and digest not in contents:
-            return known
-        stored = await self._store.get_blob(digest)
-        blob = contents.get(digest) or stored
-        if blob is None:
-            return None
-        message = _geometries(blob)
-        content = _canonical(message)
-        if known is not None and content == stored:
-            return known  # many ranks send at once what each was told is missing
-        geometries = await self._decode(message.n_geometries, lambda: geometries_from_message(message, digest))
-        if stored is None:
-            await self._store.put_blob(digest, content)
-        self._geometries.put(digest, geometries)
-        return geometries
+        kind.kept.put(digest, dictionary)
+        return dictionary
 
     async def put_names(self, digest: bytes, blob: bytes) -> None:
         """Check and keep a set of names."""
@@ -300,9 +294,11 @@ class BlobCatalog(_Names):
             if self._of_table.get(table) is not None:
                 continue
             head = await self.head(table)
-            tensors = await self._put_tensors(head[1], {}) if head is not None else None
-            if head is None or tensors is None:
+            if head is None:
                 raise StaleError(f"table {table.hex()[:16]}... is not here")
+            tensors = await self._put_dictionary(self._tensors, head[1], {})
+            if tensors is None:
+                raise StaleError(f"the dictionary of table {table.hex()[:16]}... is not here")
             names = self._of_dict.get(head[1]) or frozenset(tensors.names_list)
             self._of_dict.put(head[1], names)
             self._of_table.put(table, names)

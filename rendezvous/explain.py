@@ -17,15 +17,7 @@ from reshard.rendezvous.descriptions import (
     VersionStatus,
     WorkerStatus,
 )
-from reshard.rendezvous.records import (
-    Beat,
-    Group,
-    LeaseBook,
-    Model,
-    Transaction,
-    Version,
-    VersionState,
-    Worker,
+from reshard.rendezvous.keys import (
     ballot_key,
     beat_key,
     group_key,
@@ -36,6 +28,7 @@ from reshard.rendezvous.records import (
     version_key,
     worker_key,
 )
+from reshard.rendezvous.records import Beat, Group, LeaseBook, Model, Transaction, Version, VersionState, Worker
 from reshard.rendezvous.records import (
     Progress as SlotSteps,
 )

@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from reshard.rendezvous import limits
 from reshard.rendezvous.errors import InvalidRequestError, StaleError
-from reshard.rendezvous.records import Hint, Hints, HintSet, group_key, hints_key
+from reshard.rendezvous.keys import group_key, hints_key
+from reshard.rendezvous.records import Hint, Hints, HintSet
 from reshard.rendezvous.retention import KEEP_LOST_S, use_model
 from reshard.rendezvous.view import View
 

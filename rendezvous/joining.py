@@ -14,23 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from reshard.rendezvous.errors import AbortedError, EqualityError, StaleError, TransactionError
+from reshard.rendezvous.keys import ballot_key, group_key, model_key, transaction_key, version_key
 from reshard.rendezvous.leases import grant_lease
 from reshard.rendezvous.liveness import lost_slots, require_worker
 from reshard.rendezvous.publishing import slot_records
-from reshard.rendezvous.records import (
-    Ballot,
-    Group,
-    LeaseRow,
-    Transaction,
-    Version,
-    VersionRef,
-    VersionState,
-    ballot_key,
-    group_key,
-    model_key,
-    transaction_key,
-    version_key,
-)
+from reshard.rendezvous.records import Ballot, Group, LeaseRow, Transaction, Version, VersionRef, VersionState
 from reshard.rendezvous.retention import prune_group
 from reshard.rendezvous.transactions import decide, name_lost, settle
 from reshard.rendezvous.types import Decision, SlotRecord, VersionKey

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from reshard.rendezvous.errors import LeaseError
-from reshard.rendezvous.records import LeaseBook, LeaseRow, leases_key
+from reshard.rendezvous.keys import leases_key
+from reshard.rendezvous.records import LeaseBook, LeaseRow
 from reshard.rendezvous.view import View
 
 __all__ = ["grant_lease", "live_leases", "renew_lease"]

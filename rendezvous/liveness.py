@@ -7,7 +7,8 @@ for a reaper, and no beat revives it.
 from __future__ import annotations
 
 from reshard.rendezvous.errors import InvalidRequestError, WorkerLostError
-from reshard.rendezvous.records import Beat, Version, Worker, beat_key, worker_key
+from reshard.rendezvous.keys import beat_key, worker_key
+from reshard.rendezvous.records import Beat, Version, Worker
 from reshard.rendezvous.retention import use_model
 from reshard.rendezvous.types import WorkerInfo
 from reshard.rendezvous.view import View

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from reshard.rendezvous import limits
 from reshard.rendezvous.errors import EqualityError, InvalidRequestError, RendezvousError, StaleError, VersionError
+from reshard.rendezvous.keys import model_key, progress_key, slot_key, version_key, worker_key
 from reshard.rendezvous.liveness import expires_at, require_worker
 from reshard.rendezvous.records import (
     Layout,
@@ -23,11 +24,6 @@ from reshard.rendezvous.records import (
     VersionRef,
     VersionState,
     Worker,
-    model_key,
-    progress_key,
-    slot_key,
-    version_key,
-    worker_key,
 )
 from reshard.rendezvous.retention import bound_slots, use_model
 from reshard.rendezvous.retiring import delete_version, find_model, start_epoch

@@ -15,17 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from reshard.rendezvous.records import (
-    Beat,
-    Group,
-    LastUse,
-    Progress,
-    SlotProgress,
-    ballot_key,
-    beat_key,
-    last_use_key,
-    transaction_key,
-)
+from reshard.rendezvous.keys import ballot_key, beat_key, last_use_key, transaction_key
+from reshard.rendezvous.records import Beat, Group, LastUse, Progress, SlotProgress
 from reshard.rendezvous.view import View
 
 __all__ = ["KEEP_LOST_S", "KEEP_MODEL_S", "bound_slots", "is_idle", "is_known", "prune_group", "use_model"]

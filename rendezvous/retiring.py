@@ -7,17 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from reshard.rendezvous.keys import leases_key, model_key, progress_key, slot_key, version_key
 from reshard.rendezvous.leases import live_leases
-from reshard.rendezvous.records import (
-    LeaseBook,
-    Model,
-    VersionState,
-    leases_key,
-    model_key,
-    progress_key,
-    slot_key,
-    version_key,
-)
+from reshard.rendezvous.records import LeaseBook, Model, VersionState
 from reshard.rendezvous.view import View
 
 __all__ = ["close_admission", "delete_version", "find_model", "release_lease", "retire", "start_epoch"]

@@ -14,9 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from reshard.rendezvous.records import (
-    Version,
-    VersionState,
+from reshard.rendezvous.keys import (
     beat_key,
     group_key,
     hints_key,
@@ -28,6 +26,7 @@ from reshard.rendezvous.records import (
     version_key,
     worker_key,
 )
+from reshard.rendezvous.records import Version, VersionState
 from reshard.rendezvous.retention import KEEP_LOST_S, is_idle, is_known, prune_group, use_model
 from reshard.rendezvous.state import live_leases, lost_slots, retire, slot_records
 from reshard.rendezvous.store import Store

@@ -19,20 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from reshard.rendezvous.errors import TransactionError
+from reshard.rendezvous.keys import ballot_key, beat_key, group_key, transaction_key, version_key, worker_key
 from reshard.rendezvous.liveness import lost_slots
-from reshard.rendezvous.records import (
-    Ballot,
-    Beat,
-    Transaction,
-    Version,
-    Vote,
-    ballot_key,
-    beat_key,
-    group_key,
-    transaction_key,
-    version_key,
-    worker_key,
-)
+from reshard.rendezvous.records import Ballot, Beat, Transaction, Version, Vote
 from reshard.rendezvous.types import Decision, Facts
 from reshard.rendezvous.view import View
 

@@ -13,7 +13,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
-from reshard.rendezvous.records import Key, R, Record
+from reshard.rendezvous.keys import Key
+from reshard.rendezvous.records import R, Record
 
 __all__ = ["NotLoadedError", "View"]
 

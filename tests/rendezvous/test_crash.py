@@ -27,7 +27,8 @@ from tests.rendezvous.support import MODEL, make_part, make_record, receiver, tr
 
 from reshard.rendezvous.client import Rendezvous, Worker
 from reshard.rendezvous.errors import RendezvousTimeoutError, RendezvousUnavailableError
-from reshard.rendezvous.records import LeaseBook, Model, Transaction, Version, VersionState, slot_key
+from reshard.rendezvous.keys import slot_key
+from reshard.rendezvous.records import LeaseBook, Model, Transaction, Version, VersionState
 from reshard.rendezvous.types import Decision, Facts, Manifest, VersionKey
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,8 @@ from tests.rendezvous.redis_records import read_records
 
 from reshard.rendezvous import state
 from reshard.rendezvous.errors import VersionError
-from reshard.rendezvous.records import Model, model_key
+from reshard.rendezvous.keys import model_key
+from reshard.rendezvous.records import Model
 from reshard.rendezvous.redis_store import RedisStore
 from reshard.rendezvous.types import VersionKey
 from reshard.rendezvous.view import View

@@ -16,22 +16,18 @@ from reshard.rendezvous import broker, codec, hints, joining, retention, state, 
 from reshard.rendezvous.catalog import ObjectCatalog
 from reshard.rendezvous.errors import StaleError
 from reshard.rendezvous.joining import Granted, Join
-from reshard.rendezvous.records import (
-    Group,
-    Hint,
-    Hints,
+from reshard.rendezvous.keys import (
     Key,
-    Progress,
-    Record,
-    Vote,
     group_key,
     hints_key,
+    last_use_key,
     model_key,
     progress_key,
     transaction_key,
     version_key,
     worker_key,
 )
+from reshard.rendezvous.records import Group, Hint, Hints, Progress, Record, Vote
 from reshard.rendezvous.store import MemoryStore, Ran, Store
 from reshard.rendezvous.types import Decision, SlotRecord, VersionKey, WorkerInfo
 from reshard.rendezvous.view import View
@@ -341,7 +337,7 @@ def test_a_record_of_an_older_writer_is_read_with_defaults() -> None:
 
 def test_a_model_of_an_older_writer_is_idle_a_week_from_the_first_sweep(service: Service) -> None:
     service.do(lambda view: state.open_epoch(view, "m", "run"))
-    service.do(lambda view: [view.delete(key) for key in [sweeping.last_use_key("m")]])
+    service.do(lambda view: view.delete(last_use_key("m")))
     service.now += 30 * DAY_S
     service.sweep()
     assert service.get(model_key("m")) is not None

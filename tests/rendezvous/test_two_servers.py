@@ -12,7 +12,7 @@ from tests.rendezvous.support import MODEL, make_part, make_record, receiver, tr
 
 from reshard.rendezvous import state
 from reshard.rendezvous.client import Rendezvous
-from reshard.rendezvous.records import model_key
+from reshard.rendezvous.keys import model_key
 from reshard.rendezvous.service import serve
 from reshard.rendezvous.types import Decision, VersionKey
 
