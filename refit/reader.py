@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from reshard.refit.arena import Arena
     from reshard.refit.checks import Checks
     from reshard.refit.devices import Memory
-    from reshard.rendezvous.types import Manifest
+    from reshard.rendezvous.types import Manifest, SlotRecord
     from reshard.transports.base import Prepared, Transport
 
 __all__ = ["Reader"]
@@ -122,7 +122,7 @@ class Reader:
         return tuple(self._bindings.values())
 
     def bind(self, manifest: Manifest, checks: Checks | None = None) -> Bound:
-        """Prepared lists for this version; made once for each (arena, region bases).
+        """Prepared lists for this version; made once for each (arena, places of the holders' regions).
 
         With the plan's ``checks`` they are read in batches, so that one is verified while the next one is read.
         """
@@ -134,7 +134,7 @@ class Reader:
         key = (
             arenas.current,
             checks is not None,
-            hashlib.sha256(b"".join(r.region_bases.tobytes() for r in records)).digest(),
+            hashlib.sha256(repr([_places(r) for r in records]).encode()).digest(),
         )
         bound = self._bindings.get(key)
         if bound is not None:
@@ -294,3 +294,8 @@ class Reader:
             header.require(holder=name, epoch=manifest.version.epoch, step=manifest.version.step)
             out[name] = header
         return out
+
+
+def _places(record: SlotRecord) -> tuple[bytes, int, int]:
+    """What decides where a holder's data, header and digests are read from."""
+    return record.region_bases.tobytes(), record.header_region, record.digest_region

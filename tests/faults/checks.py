@@ -84,13 +84,16 @@ def _served(events: Sequence[Event]) -> Iterator[tuple[int, float, float]]:
             yield event.serving, event.at_s, following.at_s
 
 
-def outcome(combination: Combination, statuses: Mapping[str, Status]) -> Iterator[str]:
-    """The new version is served by nobody where it cannot be had, and by all where nothing stands against it."""
+def outcome(
+    combination: Combination, statuses: Mapping[str, Status], histories: Mapping[str, Sequence[Event]]
+) -> Iterator[str]:
+    """The new version is served by nobody, ever, where it cannot be had, and by all where nothing stands against it."""
     seen = {name: str(status) for name, status in statuses.items()}
-    new = [name for name, status in statuses.items() if status.serving == 1]
-    if combination.must_fail and new:
-        yield f"{combination} must fail the refit: {seen}"
-    if combination.must_succeed and len(new) < len(statuses):
+    if combination.must_fail:
+        for name, events in histories.items():
+            if any(event.serving == 1 for event in events):
+                yield f"{combination} must fail the refit, and {name} served the new version; now {seen}"
+    if combination.must_succeed and any(status.serving != 1 for status in statuses.values()):
         yield f"{combination} alone must not stop a refit: {seen}"
 
 

@@ -59,14 +59,18 @@ def test_two_versions_for_a_moment_are_seen() -> None:
 
 
 def test_a_refit_that_should_have_failed_is_seen_and_one_that_should_not() -> None:
+    kept = {name: [Event(1.0, "serving", 0)] for name in MEMBERS}
+    took = {name: [*events, Event(2.0, "changing"), Event(3.0, "serving", 1)] for name, events in kept.items()}
     spoiled = Combination("read", "wrong bytes")
-    assert not list(checks.outcome(spoiled, both(OLD, OLD)))
-    assert len(list(checks.outcome(spoiled, both(NOTHING, NEW)))) == 1
+    assert not list(checks.outcome(spoiled, both(OLD, OLD), kept))
+    assert len(list(checks.outcome(spoiled, both(NEW, NEW), took))) == 2
+    for_a_moment = kept | {VICTIM: [*took[VICTIM], Event(3.1, "quarantined")]}
+    assert len(list(checks.outcome(spoiled, both(OLD, NOTHING), for_a_moment))) == 1
     slow = Combination("read", "slow rank")
-    assert not list(checks.outcome(slow, both(NEW, NEW)))
-    assert len(list(checks.outcome(slow, both(NEW, NOTHING)))) == 1
+    assert not list(checks.outcome(slow, both(NEW, NEW), took))
+    assert len(list(checks.outcome(slow, both(NEW, NOTHING), took))) == 1
     free = Combination("read", "network stall")
-    assert not list(checks.outcome(free, both(NEW, NEW))) + list(checks.outcome(free, both(OLD, NOTHING)))
+    assert not list(checks.outcome(free, both(NEW, NEW), took)) + list(checks.outcome(free, both(OLD, NOTHING), kept))
 
 
 def test_a_fault_that_nobody_felt_is_seen() -> None:

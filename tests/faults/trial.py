@@ -127,7 +127,7 @@ class Trial:
         dead = [slot for slot in SLOTS if not self._alive(slot)]
         self._note(checks.old_or_new(statuses, {0, 1}))
         self._note(checks.one_version(statuses))
-        self._note(checks.outcome(self._combination, statuses))
+        self._note(checks.outcome(self._combination, statuses, self._histories))
         self._note(checks.struck(self._combination, outcome.errors))
         self._note(checks.no_dead_links(statuses, self._lost, self._lives, dead))
         self._wait_for_leases()
