@@ -13,7 +13,7 @@ from reshard.transports.testing import rows
 from reshard.transports.testing.harness import SLACK_S
 from reshard.transports.ucx import UcxTransport
 from reshard.transports.ucx.lane import all_settled
-from reshard.transports.ucx.transport import UcxPeer
+from reshard.transports.ucx.peers import UcxPeer
 
 pytestmark = pytest.mark.skipif(bool(UcxTransport.probe()), reason=f"ucx does not work here: {UcxTransport.probe()}")
 
@@ -34,7 +34,7 @@ def test_reads_that_do_not_end_keep_nobody(monkeypatch):
         assert isinstance(sick.native, UcxPeer)
         lane = sick.native.lane
         with monkeypatch.context() as patched:
-            patched.setattr(lane._ring, "n_busy", lambda: 3)
+            patched.setattr(lane.ring, "n_busy", lambda: 3)
             start = time.monotonic()
             with pytest.raises(TransferTimeoutError, match="have not ended"):
                 reader._abort(sick.native)

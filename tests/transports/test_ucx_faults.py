@@ -25,6 +25,7 @@ from reshard.transports import (
     read,
 )
 from reshard.transports.ucx import UcxTransport
+from reshard.transports.ucx.messages import IN_FLIGHT
 from reshard.transports.ucx.payload import decode_address, encode_address
 from reshard.transports.ucx.requests import N_CHUNKS
 
@@ -272,7 +273,8 @@ def test_lists_of_one_peer_in_flight_together(reader, target, start, path):
         for _ in range(20):
             read(reader, lists, timeout_s=10)
         assert np.array_equal(target.array, peer.content())
-        assert connected.native.lane._ring.n_free == N_CHUNKS
+        lane = connected.native.lane
+        assert (lane.ring.n_free, lane.parcel_ring().n_free) == (N_CHUNKS, IN_FLIGHT)
 
 
 def test_an_idle_server_sleeps(reader, target, start, path):

@@ -16,7 +16,7 @@ import pytest
 
 from reshard.transports.ucx import UcxTransport
 from reshard.transports.ucx import declarations as d
-from reshard.transports.ucx.lane import _PEER_GONE
+from reshard.transports.ucx.failures import PEER_GONE as OURS_GONE
 from reshard.transports.ucx.library import load_library
 
 cffi = pytest.importorskip("cffi", reason="the ucx backend needs cffi")
@@ -49,6 +49,7 @@ PREFIXES = {
     "AM_HANDLER_FIELD_": "UCP_AM_HANDLER_PARAM_FIELD_",
     "AM_": "UCP_AM_",
     "ATTR_": "UCP_ATTR_",
+    "DATATYPE_": "UCP_DATATYPE_",
 }
 """What our names begin with and UCX's do; the rest is ``UCS_``."""
 
@@ -90,7 +91,7 @@ def program() -> str:
     constants = {name: value for name, value in vars(d).items() if name.isupper() and isinstance(value, int)}
     assert len(constants) > 40
     lines += [f"NUMBER({native(name)}, {value})" for name, value in constants.items()]
-    gone = " && ".join(f"status != {status}" for status in sorted(_PEER_GONE))
+    gone = " && ".join(f"status != {status}" for status in sorted(OURS_GONE))
     lines += [f"{{ int status = UCS_ERR_{name}; if ({gone}) WRONG(UCS_ERR_{name}, status, 0); }}" for name in PEER_GONE]
     return "\n".join(
         (

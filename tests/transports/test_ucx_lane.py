@@ -14,7 +14,7 @@ from reshard.transports.testing import rows
 from reshard.transports.ucx import UcxTransport
 from reshard.transports.ucx import declarations as d
 from reshard.transports.ucx.context import MappedMemory
-from reshard.transports.ucx.transport import UcxPeer
+from reshard.transports.ucx.peers import UcxPeer
 
 pytestmark = pytest.mark.skipif(bool(UcxTransport.probe()), reason=f"ucx does not work here: {UcxTransport.probe()}")
 
@@ -40,6 +40,8 @@ def connected():
 def test_each_get_says_what_memory_it_fills(connected, memory, number, n):
     """No device is needed to see what UCX would be told."""
     reader, peer, _ = connected
+    if memory == "vram":
+        peer.native.routes = (("cuda_ipc", "cuda"),)
     region = Region(1 << 20, NBYTES, memory, 3)
     at = np.arange(n)[::-1] * 100
     work = Work(
@@ -51,10 +53,10 @@ def test_each_get_says_what_memory_it_fills(connected, memory, number, n):
         remote_table=RegionTable.build([]),
         cuts=[0, n],
         local_memory=memory,
-        remote_memory="dram",
+        remote_memory=memory,
     )
     (piece,) = reader._build(peer, work)
-    ring = peer.native.lane._ring
+    ring = peer.native.lane.ring
     posted: list[tuple[int, int]] = []
     cast = reader._context.library.ffi.cast
 
@@ -88,7 +90,7 @@ def test_a_connection_is_dead_after_any_error(connected, n):
         calls.append(len(arguments))
         return (1 << 64) - 4  # UCS_ERR_NO_MEMORY, at once
 
-    lane._ring._get = failing
+    lane.ring._get = failing
     with pytest.raises(TransferError, match=r"ucp_get_nbx.*status -4"):
         read(reader, [prepared], timeout_s=5)
     n_calls = len(calls)
@@ -115,15 +117,15 @@ def test_a_single_get_that_does_not_land_at_once_is_driven_to_its_end(connected,
     served = int(peer.endpoint.regions.address[0])
     prepared = reader.prepare(peer, rows(target.region.address, 100), rows(served + 50, 100))
     lane = peer.native.lane
-    progress, get = lane._progress, lane._ring._get
+    progress, get = lane._progress, lane.ring._get
     idle, calls = iter(range(late)), []
     lane._progress = lambda worker: 0 if next(idle, None) is not None else progress(worker)
-    lane._ring._get = lambda *arguments: calls.append(arguments) or get(*arguments)
+    lane.ring._get = lambda *arguments: calls.append(arguments) or get(*arguments)
     assert read(reader, [prepared], timeout_s=5).bytes == 100
     assert (target.array[:100] == 7).all()
     assert len(calls) == 1
-    assert lane._ring.n_busy() == 0
-    assert lane._ring.n_free == 4
+    assert lane.ring.n_busy() == 0
+    assert lane.ring.n_free == 4
 
 
 def test_one_library_chosen_in_two_ways_serves_two_transports():

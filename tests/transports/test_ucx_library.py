@@ -16,7 +16,7 @@ from reshard.transports import Region, RegistrationError, TransportUnavailableEr
 from reshard.transports.ucx import UcxTransport
 from reshard.transports.ucx import declarations as d
 from reshard.transports.ucx.context import Context
-from reshard.transports.ucx.describe import _warnings, describe, emulated
+from reshard.transports.ucx.describe import _warnings, describe, one_sided
 from reshard.transports.ucx.library import SETTING, load_library
 
 pytestmark = pytest.mark.skipif(bool(UcxTransport.probe()), reason=f"ucx does not work here: {UcxTransport.probe()}")
@@ -135,6 +135,7 @@ with open_transport('ucx', config={config}) as one, open_transport('ucx', config
     row = lambda region: np.array([[region.address, 1 << 20, 0]], np.uint64)
     read(one, [one.prepare(peer, row(a.region), row(b.region))], timeout_s=10)
     assert (a.array == 7).all()
+    print('by messages:', peer.native.by_messages('dram', 'dram'))
 """
 
 
@@ -146,9 +147,9 @@ def how_it_reads(output: str) -> str:
 
 
 def test_a_rendezvous_threshold_in_the_environment_does_not_reach_us():
-    """ucxx sets it on import; UCX then emulates every read in software, over TCP, at a tenth of the rate."""
+    """ucxx sets it on import; UCX then uses no CMA at all, and could only emulate reads in software, over TCP."""
     environ = {"UCX_RNDV_THRESH": "8192", "UCX_PROTO_INFO": "y"}
-    assert "software emulation" in how_it_reads(run(_HOW_IT_READS.format(config={"RNDV_THRESH": "8192"}), **environ))
+    assert "by messages: True" in run(_HOW_IT_READS.format(config={"RNDV_THRESH": "8192"}), **environ)
     assert "zero-copy" in how_it_reads(run(_HOW_IT_READS.format(config={}), **environ))
 
 
@@ -228,12 +229,24 @@ def test_description_names_library_devices_and_emulation(monkeypatch):
     assert "UCX_RNDV_THRESH=8192" in text
 
 
+TCP, CMA, IPC = ("tcp", "lo"), ("cma", "memory"), ("cuda_ipc", "cuda")
+
+
 @pytest.mark.parametrize(
-    ("transports", "software"),
-    [((("tcp", "lo"),), True), ((("tcp", "lo"), ("cma", "memory")), False), ((("rc_mlx5", "mlx5_0:1"),), False)],
+    ("transports", "here", "there", "expected"),
+    [
+        ((TCP,), "dram", "dram", False),
+        ((TCP, CMA), "dram", "dram", True),
+        ((TCP, CMA), "vram", "dram", False),
+        ((TCP, CMA), "vram", "vram", False),
+        ((TCP, IPC), "vram", "vram", True),
+        ((TCP, IPC), "dram", "dram", False),
+        ((TCP, CMA, IPC), "dram", "vram", False),
+        ((("rc_mlx5", "mlx5_0:1"),), "vram", "dram", True),
+    ],
 )
-def test_emulation_is_told_by_the_transports(transports, software):
-    assert emulated(transports) is software
+def test_what_is_read_one_sidedly_is_told_by_the_transports(transports, here, there, expected):
+    assert one_sided(transports, here, there) is expected
 
 
 @pytest.mark.parametrize(("version", "warned"), [((1, 19, 0), True), ((1, 20, 0), False)])

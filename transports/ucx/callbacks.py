@@ -1,8 +1,9 @@
 """The Python functions that UCX calls back, and what they leave behind.
 
-There are three: an endpoint failed; a peer asks who we are; a peer has answered that. They are rare, they only
-write to a dictionary (or send 16 bytes), and they run inside a native call of ours, on the thread that made it.
-What they are called for is told by a *token*, a number that is never used twice, so a late call finds nothing.
+There are four: an endpoint failed; a peer asks who we are; a peer has answered that; a message of `messages` has come.
+They only write to a dictionary or a queue (or send 16 bytes), and they run inside a native call of ours, on the thread
+that made it. What they are called for is told by a *token*, a number that is never used twice, so a late call finds
+nothing.
 
 Asking who is there comes before the first read: UCX does not check that the process behind an address is the one
 that the address was made by, and over TCP a read at an address of its predecessor would kill a restarted peer.
@@ -10,12 +11,15 @@ that the address was made by, and over TCP a read at an address of its predecess
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
+from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 from reshard.transports.errors import TransportError
 from reshard.transports.ucx import declarations as d
+from reshard.transports.ucx.library import ERROR_FLOOR
 
 if TYPE_CHECKING:
     from reshard.transports.ucx.library import Library
@@ -28,8 +32,20 @@ class MessageInfo(Protocol):
     reply_ep: int
 
 
+class RequestParams(Protocol):
+    """``ucp_request_param_t``."""
+
+    op_attr_mask: int
+    flags: int
+
+
 _ASK, _ANSWER = 0x52, 0x53
 _MAX_IDENTITY_BYTES = 64
+_MAX_QUEUED = 1 << 12
+"""Messages that may wait to be handled; what comes beyond is dropped, and whoever sent it times out."""
+
+Inbox = deque[tuple[int, bytes, bytes]]
+"""Messages as they came: number, header, data."""
 
 
 class Callbacks:
@@ -46,6 +62,9 @@ class Callbacks:
         self._failures: dict[int, int] = {}
         self._identities: dict[int, bytes] = {}
         self._answers: dict[int, bytes] = {}
+        self._inboxes: dict[int, Inbox] = {}
+        self._on_message: dict[int, object] = {}
+        self._params_of: dict[int, RequestParams] = {}
         ffi = library.ffi
         self.on_failure: object = ffi.callback("ucp_err_handler_cb_t", self._failed)
         self._on_ask: object = ffi.callback("ucp_am_recv_callback_t", self._asked)
@@ -65,8 +84,47 @@ class Callbacks:
 
     def forget(self, token: int) -> None:
         """Drop all that is kept for a token."""
-        for kept in (self._failures, self._identities, self._answers):
+        for kept in (self._failures, self._identities, self._answers, self._inboxes):
             kept.pop(token, None)
+
+    def receive(self, worker: int, token: int, messages: tuple[int, ...]) -> Inbox:
+        """Return where a worker's messages of these numbers are put, by whoever progresses it."""
+        inbox = self._inboxes[token] = deque()
+        for message in messages:
+            if message not in self._on_message:
+                self._on_message[message] = self._library.ffi.callback(
+                    "ucp_am_recv_callback_t", functools.partial(self._received, message)
+                )
+            self._handle(worker, message, self._on_message[message], token)
+        return inbox
+
+    def send(self, endpoint: int, message: int, header: bytes, data: object = None, nbytes: int = 0) -> None:
+        """Send a message; a failure shows as a failed endpoint.
+
+        Parameters
+        ----------
+        endpoint : int
+        message : int
+        header : bytes
+            Short; copied.
+        data : cffi pointer, optional
+            Must stay until there is an answer.
+        nbytes : int
+            Of ``data``.
+        """
+        params = self._params(d.AM_SEND_FLAG_COPY_HEADER | d.AM_SEND_FLAG_EAGER)
+        ffi = self._library.ffi
+        self._sent(
+            self._library.ucp.ucp_am_send_nbx(
+                endpoint,
+                message,
+                ffi.from_buffer(header),
+                len(header),
+                ffi.NULL if data is None else data,
+                nbytes,
+                params,
+            )
+        )
 
     def serve_identity(self, worker: int, token: int, identity: bytes) -> None:
         """Let a worker answer with ``identity`` when it is asked."""
@@ -93,14 +151,18 @@ class Callbacks:
             raise TransportError(f"transport 'ucx': ucp_worker_set_am_recv_handler: {text}")
 
     def _params(self, flags: int) -> object:
-        params = self._library.ffi.new("ucp_request_param_t *")
-        params.op_attr_mask = d.OP_FIELD_FLAGS
-        params.flags = flags
+        """Return parameters with these flags; UCX only reads them."""
+        params = self._params_of.get(flags)
+        if params is None:
+            params = self._library.ffi.new("ucp_request_param_t *")
+            params.op_attr_mask = d.OP_FIELD_FLAGS
+            params.flags = flags
+            self._params_of[flags] = params
         return params
 
     def _sent(self, request: int) -> None:
         # A failed send shows as a failed endpoint; a request that is freed early ends by itself.
-        if 0 < request < (1 << 64) + d.ERR_LAST:
+        if 0 < request < ERROR_FLOOR:
             self._library.ucp.ucp_request_free(request)
 
     def _token(self, argument: object) -> int:
@@ -129,6 +191,22 @@ class Callbacks:
         self._answers[self._token(argument)] = bytes(
             self._library.ffi.buffer(header, min(header_bytes, _MAX_IDENTITY_BYTES))
         )
+        return d.OK
+
+    def _received(
+        self,
+        message: int,
+        argument: object,
+        header: object,
+        header_bytes: int,
+        data: object,
+        size: int,
+        info: MessageInfo,
+    ) -> int:
+        inbox = self._inboxes.get(self._token(argument))
+        if inbox is not None and len(inbox) < _MAX_QUEUED and not info.recv_attr & d.AM_RECV_ATTR_FLAG_RNDV:
+            buffer = self._library.ffi.buffer
+            inbox.append((message, bytes(buffer(header, header_bytes)), bytes(buffer(data, size)) if size else b""))
         return d.OK
 
 

@@ -140,7 +140,7 @@ class Context:
                 self._check(status, f"UCX setting {key}={value!r}")
             params = ffi.new("ucp_params_t *")
             params.field_mask = d.PARAM_FIELD_FEATURES | d.PARAM_FIELD_MT_WORKERS_SHARED | d.PARAM_FIELD_NAME
-            params.features = d.FEATURE_RMA | d.FEATURE_AM | d.FEATURE_WAKEUP
+            params.features = d.FEATURE_TAG | d.FEATURE_RMA | d.FEATURE_AM | d.FEATURE_WAKEUP
             params.mt_workers_shared = 1
             name = ffi.new("char[]", b"reshard")
             params.name = name

@@ -88,6 +88,11 @@ typedef struct {
     uintptr_t reply_ep;
 } ucp_am_recv_param_t;
 
+typedef struct {
+    void *buffer;
+    size_t length;
+} ucp_dt_iov_t;
+
 typedef ucs_status_t (*ucp_am_recv_callback_t)(void *arg, const void *header, size_t header_length, void *data,
                                                size_t length, const ucp_am_recv_param_t *param);
 
@@ -164,11 +169,16 @@ uintptr_t ucp_get_nbx(void *ep, void *buffer, size_t count, void *remote_addr, v
 ucs_status_t ucp_worker_set_am_recv_handler(uintptr_t worker, const ucp_am_handler_param_t *param);
 uintptr_t ucp_am_send_nbx(uintptr_t ep, unsigned id, const void *header, size_t header_length, const void *buffer,
                           size_t count, const ucp_request_param_t *param);
+uintptr_t ucp_tag_send_nbx(uintptr_t ep, const void *buffer, size_t count, uint64_t tag,
+                           const ucp_request_param_t *param);
+uintptr_t ucp_tag_recv_nbx(uintptr_t worker, void *buffer, size_t count, uint64_t tag, uint64_t tag_mask,
+                           const ucp_request_param_t *param);
 ucs_status_t ucp_request_check_status(uintptr_t request);
 void ucp_request_free(uintptr_t request);
 const char *ucs_status_string(ucs_status_t status);
 
 void *memset(void *at, int byte, size_t n);
+int msync(void *at, size_t n, int flags);
 void *open_memstream(char **text, size_t *size);
 int fclose(void *stream);
 void free(void *at);
@@ -178,6 +188,7 @@ void free(void *at);
 PARAM_FIELD_FEATURES = 1 << 0
 PARAM_FIELD_MT_WORKERS_SHARED = 1 << 5
 PARAM_FIELD_NAME = 1 << 8
+FEATURE_TAG = 1 << 0
 FEATURE_RMA = 1 << 1
 FEATURE_WAKEUP = 1 << 4
 FEATURE_AM = 1 << 6
@@ -211,6 +222,7 @@ MEMORY_TYPE_CUDA = 1
 OP_FIELD_REQUEST = 1 << 0
 OP_FIELD_CALLBACK = 1 << 1
 OP_FIELD_USER_DATA = 1 << 2
+OP_FIELD_DATATYPE = 1 << 3
 OP_FIELD_FLAGS = 1 << 4
 OP_FIELD_MEMORY_TYPE = 1 << 6
 OP_FIELD_MEMH = 1 << 8
@@ -220,8 +232,13 @@ AM_HANDLER_FIELD_ID = 1 << 0
 AM_HANDLER_FIELD_CB = 1 << 2
 AM_HANDLER_FIELD_ARG = 1 << 3
 AM_SEND_FLAG_REPLY = 1 << 0
+AM_SEND_FLAG_EAGER = 1 << 1
 AM_SEND_FLAG_COPY_HEADER = 1 << 3
 AM_RECV_ATTR_FIELD_REPLY_EP = 1 << 0
+AM_RECV_ATTR_FLAG_RNDV = 1 << 17
+
+# ucp_datatype_t
+DATATYPE_IOV = 2
 
 # ucp_context_attr_t, ucp_ep_attr_t
 ATTR_FIELD_REQUEST_SIZE = 1 << 0
@@ -236,7 +253,6 @@ ERR_IO_ERROR = -3
 ERR_BUSY = -15
 ERR_CANCELED = -16
 ERR_LAST = -100
-"""A status pointer in [2**64 + ERR_LAST, 2**64) is an error; another is a request, or 0 for success."""
 
 API_VERSION = (1, 18)
 """What we tell ``ucp_init_version``: the oldest UCX whose fields we use."""

@@ -15,8 +15,11 @@ NETWORK = ("rc", "dc", "gga", "srd", "ugni")
 """Prefixes of UCX transports that read another host's memory in hardware."""
 CMA_SINCE = (1, 20)
 """Before this version UCX has no CMA for endpoints that survive their peers, and emulates reads on one host, too."""
-ONE_HOST = ("cma", "xpmem", "knem", "cuda_ipc", "rocm_ipc")
-"""UCX transports that read another process's memory directly."""
+ONE_HOST: Mapping[MemoryKind, frozenset[str]] = {
+    "dram": frozenset({"cma", "xpmem", "knem"}),
+    "vram": frozenset({"cuda_ipc", "rocm_ipc"}),
+}
+"""UCX transports that read another process's memory directly, by the kind of memory on both sides."""
 
 _RESOURCE = re.compile(r"#\s+resource \d+\s+:.*-- (?P<transport>[^/\s]+)/(?P<device>\S+)")
 
@@ -84,9 +87,15 @@ def describe(library: str = "", config: Mapping[str, str] | None = None) -> UcxD
     )
 
 
-def emulated(transports: tuple[tuple[str, str], ...]) -> bool:
-    """Return whether reads over these (transport, device) pairs are emulated in software by the owner's process."""
-    return not any(name in ONE_HOST or name.startswith(NETWORK) for name, _ in transports)
+def one_sided(
+    transports: tuple[tuple[str, str], ...], local_memory: MemoryKind = "dram", remote_memory: MemoryKind = "dram"
+) -> bool:
+    """Return whether memory is read one-sidedly over these (transport, device) pairs; else UCX would emulate it."""
+    names = {name for name, _ in transports}
+    if any(name.startswith(NETWORK) for name in names):
+        return True
+    kinds = {local_memory, remote_memory}
+    return any(kinds == {kind} and names.intersection(direct) for kind, direct in ONE_HOST.items())
 
 
 def _warnings(library: Library, resources: tuple[tuple[str, str], ...], environment: Mapping[str, str]) -> list[str]:
@@ -99,7 +108,7 @@ def _warnings(library: Library, resources: tuple[tuple[str, str], ...], environm
             else ""
         )
         warnings.append(f"between hosts reads are a software emulation over TCP by the owner's process{hint}")
-    if not names.intersection(ONE_HOST):
+    if not names & ONE_HOST["dram"]:
         warnings.append("on one host reads are a software emulation: UCX has no CMA here (UCX_TLS, or ptrace rights)")
     elif library.version < CMA_SINCE:
         warnings.append("on one host reads are a software emulation: before 1.20 UCX has no CMA that survives a peer")

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import numpy as np
-import numpy.typing as npt
-
 from reshard.transports.errors import TransferError
 from reshard.transports.regions import U64
 from reshard.transports.ucx.requests import CHUNK, RequestRing
-
-if TYPE_CHECKING:
-    from cffi import FFI
 
 
 class Gets:
@@ -20,7 +12,8 @@ class Gets:
 
     Parameters
     ----------
-    ffi : cffi.FFI
+    ring : RequestRing
+        Of the lane that will drive them.
     local, nbytes, remote : ndarray of uint64, shape (N,)
         Contiguous.
     memh, rkey : ndarray of uint64, shape (N,) or (1,)
@@ -52,22 +45,25 @@ class Gets:
         "chunks",
         "moved",
         "next",
+        "ring",
         "size",
     )
 
     def __init__(
-        self, ffi: FFI, columns: tuple[U64, U64, U64], memh: U64, rkey: npt.NDArray[np.uint64], memory_type: int
+        self, ring: RequestRing, columns: tuple[U64, U64, U64], memh: U64, rkey: U64, memory_type: int
     ) -> None:
+        self.ring = ring
+        cast = ring.cast
         self._local, self._nbytes, self._remote = columns
         self._memh, self._rkey, self._memory_type = memh, rkey, memory_type
         self.moved = False
         self.next = 0
         self.size = len(self._local)
         self.chunks: list[int] = []
-        self._key: object = ffi.cast("void *", int(rkey[0])) if len(rkey) == 1 else None
+        self._key: object = cast("void *", int(rkey[0])) if len(rkey) == 1 else None
         self._single: tuple[object, int, object, int] | None = None
         if self.size == 1:
-            at, of = (ffi.cast("void *", int(column[0])) for column in (self._local, self._remote))
+            at, of = (cast("void *", int(column[0])) for column in (self._local, self._remote))
             self._single = (at, int(self._nbytes[0]), of, int(memh[0]))
 
     def rewind(self) -> None:
@@ -82,8 +78,9 @@ class Gets:
             raise TransferError(f"{len(self.chunks)} chunks of these gets are in flight already")
         self.next = 0
 
-    def post_next(self, ring: RequestRing, endpoint: object) -> int:
+    def post_next(self, endpoint: object) -> int:
         """Post the next chunk and return its number; the ring must have a free one."""
+        ring = self.ring
         if self._single is not None:
             chunk = ring.post_one(endpoint, *self._single, self._key, self._memory_type)
             self.next = 1

@@ -15,21 +15,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from typing import NoReturn
 
-from reshard.transports.errors import PeerError, TransferError, TransferTimeoutError, TransportError
+from reshard.transports.errors import PeerError, TransferTimeoutError, TransportError
 from reshard.transports.identity import ProcessIdentity
 from reshard.transports.ucx import declarations as d
-from reshard.transports.ucx.callbacks import callbacks_of
+from reshard.transports.ucx.callbacks import Inbox, callbacks_of
 from reshard.transports.ucx.context import Context
+from reshard.transports.ucx.endpoints import close_endpoint, create_endpoint, endpoint_transports
+from reshard.transports.ucx.failures import why_it_failed
 from reshard.transports.ucx.gets import Gets
+from reshard.transports.ucx.messages import HELLO, REFUSE, reason_of
+from reshard.transports.ucx.parcels import ParcelRing, Parcels
 from reshard.transports.ucx.requests import RequestRing
 from reshard.transports.ucx.worker import Worker
 
 _log = logging.getLogger(__name__)
 
-_PEER_GONE = frozenset({-6, -16, -20, -23, -24, -25, *range(-59, -39), *range(-89, -59)})
-"""UNREACHABLE, CANCELED, TIMED_OUT, REJECTED, NOT_CONNECTED, CONNECTION_RESET, link and endpoint failures."""
 _SPIN = 16
 _SHORT = 4
 """Calls of the progress function that a list of one get may take before it is driven as others are."""
@@ -95,14 +98,19 @@ class Lane:
         self._told = False
         self._worker = Worker(context)
         self._progress = self.library.ucp.ucp_worker_progress
-        self._ring = RequestRing(self.library, context.request_bytes)
+        self.ring = RequestRing(self.library, context.request_bytes)
+        self._parcels: ParcelRing | None = None
+        self._address = b""
+        self._refusals: Inbox = deque()
         self._callbacks = callbacks_of(self.library)
         self._token = self._callbacks.new_token()
         try:
-            self._endpoint = self._create_endpoint(address)
-        except PeerError:
+            self._endpoint = create_endpoint(
+                self.library, self._worker.handle, address, self._callbacks.on_failure, self._token
+            )
+        except TransportError as error:
             self.close(_CLOSE_S)
-            raise
+            raise PeerError(f"peer {peer!r} cannot be reached: {error}", peer=peer) from error
         self._endpoint_at = self.library.ffi.cast("void *", self._endpoint)
 
     def identify(self, deadline: float) -> bytes:
@@ -157,7 +165,26 @@ class Lane:
             self._keys.append(int(handle[0]))
         return int(handle[0])
 
-    def drive(self, gets: Gets, busy_s: float, idle_s: float) -> bool:
+    def parcel_ring(self) -> ParcelRing:
+        """Return what drives reads by messages; the first time the peer is told whom to answer.
+
+        Raises
+        ------
+        PeerError
+            If the lane is closed or dead.
+        """
+        with self._lock:
+            self._require_alive()
+            if self._parcels is None:
+                worker = self._worker
+                self._refusals = self._callbacks.receive(worker.handle, self._token, (REFUSE,))
+                self._parcels = ParcelRing(self.library, self._callbacks, worker.handle, self._endpoint)
+                self._address = worker.address()  # stays until it is sent
+                address = self.library.ffi.from_buffer(self._address)
+                self._callbacks.send(self._endpoint, HELLO, self._parcels.reader, address, len(self._address))
+            return self._parcels
+
+    def drive(self, gets: Gets | Parcels, busy_s: float, idle_s: float) -> bool:
         """Post and progress.
 
         Returns once all of ``gets`` have landed, after ``busy_s`` while there is work, or after sleeping for at
@@ -229,23 +256,12 @@ class Lane:
 
     def transports(self) -> tuple[tuple[str, str], ...]:
         """Return the (transport, device) pairs that the endpoint uses, such as ``("cma", "memory")``."""
-        ffi = self.library.ffi
-        entries = ffi.new("ucp_transport_entry_t[]", 64)
-        attributes = ffi.new("ucp_ep_attr_t *")
-        attributes.field_mask = d.EP_ATTR_FIELD_TRANSPORTS
-        attributes.transport_entries = entries
-        attributes.num_transport_entries = len(entries)
-        attributes.transport_entry_size = ffi.sizeof("ucp_transport_entry_t")
         with self._lock:
             self._require_alive()
-            status = self.library.ucp.ucp_ep_query(self._endpoint, attributes)
+            status, names = endpoint_transports(self.library, self._endpoint)
             if status != d.OK:
                 raise self._error(status, "ucp_ep_query")
-            names = []
-            for entry in entries[0 : attributes.num_transport_entries]:
-                pair = (ffi.string(entry.transport_name), ffi.string(entry.device_name))
-                names.append((pair[0].decode(), pair[1].decode()))
-        return tuple(names)
+        return names
 
     def _enter(self) -> None:
         """Take the lock, but do not wait for one who tears the lane down."""
@@ -254,18 +270,17 @@ class Lane:
         while not self._lock.acquire(timeout=_NAP_S):
             self._require_alive()
 
-    def _get_one(self, gets: Gets) -> bool:
+    def _get_one(self, gets: Gets | Parcels) -> bool:
         """Read a list of one get as long as nothing hinders it; return whether it has landed, else go on with `drive`.
 
         Kept short: it is what a refit costs for each peer that has one small list.
         """
-        ring = self._ring
         if not self._lock.acquire(False):
             return False
         try:
-            if not self.alive or not ring.n_free:
+            if not self.alive or not (ring := gets.ring).n_free:
                 return False
-            chunk = gets.post_next(ring, self._endpoint_at)
+            chunk = gets.post_next(self._endpoint_at)
             gets.moved = True
             for _ in range(_SHORT):
                 self._progress(self._worker.handle)
@@ -283,12 +298,15 @@ class Lane:
             self._die(worst, "ucp_get_nbx")
         if failed := self._callbacks.failure(self._token):
             self._die(failed, "endpoint")
+        if self._refusals:
+            reason = reason_of(self._refusals[0][1])
+            self._end_with(PeerError(f"peer {self.peer!r} refuses to be read: {reason}", peer=self.peer))
 
-    def _round(self, gets: Gets, stop: float) -> tuple[bool, bool]:
+    def _round(self, gets: Gets | Parcels, stop: float) -> tuple[bool, bool]:
         """Post what fits, progress, harvest; return (all landed, something moved)."""
-        ring, moved = self._ring, False
+        ring, moved = gets.ring, False
         while gets.next < gets.size and ring.n_free:
-            gets.post_next(ring, self._endpoint_at)
+            gets.post_next(self._endpoint_at)
             moved = True
         for _ in range(_BURST):
             if not self._progress(self._worker.handle):
@@ -303,24 +321,6 @@ class Lane:
         self._check(d.OK)
         return gets.next == gets.size and not gets.chunks, moved
 
-    def _create_endpoint(self, address: bytes) -> int:
-        ffi = self.library.ffi
-        packed = ffi.from_buffer(address)
-        params = ffi.new("ucp_ep_params_t *")
-        params.field_mask = d.EP_FIELD_REMOTE_ADDRESS | d.EP_FIELD_ERR_HANDLING_MODE | d.EP_FIELD_ERR_HANDLER
-        params.address = packed
-        params.err_mode = d.ERR_HANDLING_MODE_PEER
-        params.err_handler_cb = self._callbacks.on_failure
-        params.err_handler_arg = ffi.cast("void *", self._token)
-        handle = ffi.new("uintptr_t *")
-        status = self.library.ucp.ucp_ep_create(self._worker.handle, params, handle)
-        if status != d.OK:
-            raise PeerError(
-                f"peer {self.peer!r} cannot be reached: ucp_ep_create: {self.library.status_text(status)}",
-                peer=self.peer,
-            )
-        return int(handle[0])
-
     def _require_alive(self) -> None:
         if self._death is not None:
             raise PeerError(
@@ -330,21 +330,13 @@ class Lane:
             raise PeerError(f"the connection to peer {self.peer!r} is closed", peer=self.peer)
 
     def _error(self, status: int, what: str) -> TransportError:
-        text = self.library.status_text(status)
-        if status == d.ERR_IO_ERROR:
-            # What CMA says when the process has exited and when it has unmapped memory that it registered.
-            try:
-                self._process.check(self.peer)
-            except PeerError as error:
-                return error
-            why = "has unmapped memory that it registered" if self._process.visible else "has exited or unmapped memory"
-            return PeerError(f"peer {self.peer!r} {why}: {what}: {text}", peer=self.peer)
-        if status in _PEER_GONE:
-            return PeerError(f"peer {self.peer!r} is gone: {what}: {text}", peer=self.peer)
-        return TransferError(f"reading from peer {self.peer!r} failed: {what}: {text}", peer=self.peer)
+        return why_it_failed(self.library, self.peer, self._process, status, what)
 
     def _die(self, status: int, what: str) -> NoReturn:
-        error = self._death = self._error(status, what)
+        self._end_with(self._error(status, what))
+
+    def _end_with(self, error: TransportError) -> NoReturn:
+        self._death = error
         self._tear_down(time.monotonic() + _DIE_S)
         raise error
 
@@ -356,17 +348,14 @@ class Lane:
         if self._endpoint:
             _UNSETTLED.append(self)
             endpoint, self._endpoint = self._endpoint, 0
-            params = self.library.ffi.new("ucp_request_param_t *")
-            params.op_attr_mask = d.OP_FIELD_FLAGS
-            params.flags = d.EP_CLOSE_FLAG_FORCE
-            self._ending = self._worker.pending(ucp.ucp_ep_close_nbx(endpoint, params))
+            self._ending = close_endpoint(self.library, endpoint)
             self._ending_since = time.monotonic()
         while not (ended := self._ended()) and time.monotonic() < stop:
             self._worker.progress()
         if not ended:
             if not self._told:
                 self._told = True
-                _log.warning("reads from peer %r have not ended: %s are in flight", self.peer, self._ring.n_busy())
+                _log.warning("reads from peer %r have not ended: %s are in flight", self.peer, self.ring.n_busy())
             return
         if self._ending:
             ucp.ucp_request_free(self._ending)
@@ -387,4 +376,4 @@ class Lane:
         running = self._ending and self.library.ucp.ucp_request_check_status(self._ending) == d.INPROGRESS
         if running and time.monotonic() < self._ending_since + _CLOSE_S:
             return False
-        return not self._ring.n_busy()
+        return not self.ring.n_busy()

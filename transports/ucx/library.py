@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.planner.errors import require
 from reshard.transports.errors import TransportUnavailableError
 from reshard.transports.signals import signal_handlers_kept
-from reshard.transports.ucx.declarations import CDEF, NEWEST_TRIED, OLDEST
+from reshard.transports.ucx.declarations import CDEF, ERR_LAST, NEWEST_TRIED, OLDEST
 
 if TYPE_CHECKING:
     from cffi import FFI
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 SETTING = "RESHARD_UCX_LIBRARY"
+ERROR_FLOOR = (1 << 64) + ERR_LAST
+"""What a native call returns is an error from here on, success if it is 0, and else a request."""
 _NAMES = ("libucp.so.0", "libucp.so")
 
 

@@ -20,14 +20,13 @@ import numpy.typing as npt
 
 from reshard.transports.regions import U64
 from reshard.transports.ucx import declarations as d
-from reshard.transports.ucx.library import Library
+from reshard.transports.ucx.library import ERROR_FLOOR, Library
 
 CHUNK = 256
 """Gets posted between two looks at the clock."""
 N_CHUNKS = 4
 _ALIGN = 64
-_ERROR_FLOOR_INT = (1 << 64) + d.ERR_LAST
-_ERROR_FLOOR = np.uint64(_ERROR_FLOOR_INT)
+_ERROR_FLOOR = np.uint64(ERROR_FLOOR)
 
 
 class RequestRing:
@@ -42,6 +41,7 @@ class RequestRing:
 
     def __init__(self, library: Library, request_bytes: int) -> None:
         self._ffi = library.ffi
+        self.cast: Callable[[str, int], object] = library.ffi.cast
         self._column = library.ffi.typeof("void **")
         self._get: Callable[..., int] = library.ucp.ucp_get_nbx
         n_slots = CHUNK * N_CHUNKS
@@ -147,7 +147,7 @@ class RequestRing:
         params.memh = memh
         params.memory_type = memory_type
         returned = self._get(endpoint, local, nbytes, remote, rkey, params)
-        if returned == 0 or returned >= _ERROR_FLOOR_INT:
+        if returned == 0 or returned >= ERROR_FLOOR:
             self._status_of[first] = returned - (1 << 64) if returned else d.OK
         return chunk
 

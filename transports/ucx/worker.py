@@ -7,17 +7,13 @@ thread mode, so its owner must see to it that one thread calls it at a time. To 
 
 from __future__ import annotations
 
-import logging
-import os
 import select
-import threading
 import time
 
 from reshard.transports.errors import TransportError
 from reshard.transports.ucx import declarations as d
 from reshard.transports.ucx.context import Context
-
-_log = logging.getLogger(__name__)
+from reshard.transports.ucx.library import ERROR_FLOOR
 
 _IDLE_ROUNDS = 20
 _MAX_ROUNDS = 5000
@@ -76,7 +72,7 @@ class Worker:
     @staticmethod
     def pending(returned: int) -> int:
         """Return what a native call returned if it is a request, and 0 if the call has ended, well or not."""
-        return returned if 0 < returned < (1 << 64) + d.ERR_LAST else 0
+        return returned if 0 < returned < ERROR_FLOOR else 0
 
     def finish(self, returned: int, timeout_s: float) -> bool:
         """Progress until what a native call returned has ended, and free it; return whether it has."""
@@ -117,66 +113,3 @@ class Worker:
     def _check(self, status: int, what: str) -> None:
         if status != d.OK:
             raise TransportError(f"transport 'ucx': {what}: {self.library.status_text(status)}")
-
-
-class ServingThread:
-    """Progresses the worker that peers connect to.
-
-    Over CMA and RDMA peers need it only to connect; where UCX emulates reads (TCP) it sends every byte.
-
-    Parameters
-    ----------
-    worker : Worker
-        Touched by this thread alone until `close` returns.
-    """
-
-    _SAFETY_S = 1.0  # progress at least this often: keep-alives, and events that UCX failed to signal
-    _FINISH_S = 2.0
-    _QUIET_S = 0.02
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self._stop = threading.Event()
-        self._quiet = False
-        try:
-            self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        except OSError as error:
-            raise TransportError(f"transport 'ucx': no descriptor for the serving thread: {error}") from error
-        self._thread = threading.Thread(target=self._run, name="reshard-ucx-serve", daemon=True)
-        self._thread.start()
-
-    def close(self, timeout_s: float = 5.0) -> bool:
-        """Let replies under way be sent, and stop; return whether the worker may be destroyed. Never raises.
-
-        It may not while replies are queued for a peer that does not take them, or keeps asking: UCX would crash.
-        """
-        self._stop.set()
-        if self._thread.is_alive():
-            os.eventfd_write(self._wake_fd, 1)
-        self._thread.join(timeout_s)
-        ended = not self._thread.is_alive()
-        if ended and self._wake_fd >= 0:
-            os.close(self._wake_fd)
-            self._wake_fd = -1
-        return ended and self._quiet
-
-    def _run(self) -> None:
-        try:
-            while not self._stop.is_set():
-                self._worker.drain()
-                if self._worker.arm():
-                    self._worker.wait_event(self._SAFETY_S, self._wake_fd)
-            self._quiet = self._finish()
-        except TransportError:
-            _log.exception("the UCX serving thread ended; peers that read over TCP will time out")
-
-    def _finish(self) -> bool:
-        stop = time.monotonic() + self._FINISH_S
-        while (left := stop - time.monotonic()) > 0:
-            self._worker.drain()
-            if not self._worker.flush(left):
-                break
-            if self._worker.arm() and not self._worker.wait_event(self._QUIET_S):
-                return True
-        _log.warning("a peer is still reading after %s s; its connection is left to the process's end", self._FINISH_S)
-        return False
