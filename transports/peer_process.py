@@ -52,6 +52,8 @@ class PeerProcess:
         Its settings, as JSON can carry them.
     environment : mapping of str to str
         Added to the process's environment.
+    errors : file descriptor or None
+        Where its standard error goes, and whatever native libraries print; None for this process's own.
 
     Attributes
     ----------
@@ -64,11 +66,13 @@ class PeerProcess:
         settings: Mapping[str, object] | None = None,
         *,
         environment: Mapping[str, str] | None = None,
+        errors: int | None = None,
     ) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, backend, json.dumps(dict(settings or {}))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=errors,
             env={**os.environ, **(environment or {})},
         )
         self.pid = self._process.pid
@@ -195,8 +199,11 @@ class _Server:
         target = self._transport.allocate(nbytes)
         self._transport.register([target.region])
         peer = self._transport.connect(bytes.fromhex(str(arguments["endpoint"])), timeout_s=ANSWER_S)
-        local = np.array([[target.region.address, nbytes, 0]], np.uint64)
-        remote = np.array([[int(str(arguments["address"])), nbytes, 0]], np.uint64)
+        piece = int(str(arguments.get("piece", nbytes)))
+        step = np.arange(0, nbytes, piece, dtype=np.uint64)[::-1]  # so that nothing is merged again
+        local, remote = np.zeros((2, len(step), 3), np.uint64)
+        local[:, 0], remote[:, 0] = step + np.uint64(target.region.address), step + np.uint64(str(arguments["address"]))
+        local[:, 1] = remote[:, 1] = np.minimum(np.uint64(piece), np.uint64(nbytes) - step)
         prepared = self._transport.prepare(peer, local, remote)
         print(json.dumps({"reading": True}), file=self._answers, flush=True)
         for _ in range(int(str(arguments["times"]))):

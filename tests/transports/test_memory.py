@@ -6,6 +6,9 @@ import gc
 import mmap
 import os
 import signal
+import subprocess
+import sys
+import threading
 import weakref
 from pathlib import Path
 
@@ -113,6 +116,60 @@ def test_files_that_could_shrink_are_not_mapped() -> None:
     with pytest.raises(PeerError, match="4096 bytes, seals"):
         map_from(os.getpid(), pages.fd, 8192, "p")
     assert map_from(os.getpid(), pages.fd, 4096, "p").tolist() == [0] * 4096
+
+
+def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
+    """A descriptor's number may be another file's by now; opening a FIFO to read waits for somebody who writes."""
+    os.mkfifo(tmp_path / "fifo")
+    fd = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    caught: list[BaseException] = []
+
+    def look() -> None:
+        try:
+            map_from(os.getpid(), fd, 4096, "p")
+        except PeerError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(10.0)
+    waits = thread.is_alive()
+    if waits:
+        os.close(os.open(tmp_path / "fifo", os.O_WRONLY))  # let it go
+    os.close(fd)
+    assert not waits
+    assert [str(error).partition(":")[0] for error in caught] == ["peer 'p'"]
+    assert "sealed against shrinking" in str(caught[0])
+
+
+def test_a_terminal_does_not_become_ours() -> None:
+    """A process that leads a session, and has no terminal, is given the first one that it opens."""
+    code = """
+import os, pty
+from reshard.transports.errors import PeerError
+from reshard.transports.shared import map_from
+master, fd = pty.openpty()
+def has_terminal():
+    try:
+        os.close(os.open('/dev/tty', os.O_RDWR))
+    except OSError:
+        return False
+    return True
+assert not has_terminal()
+try:
+    map_from(os.getpid(), fd, 4096, 'p')
+except PeerError as error:
+    assert 'sealed against shrinking' in str(error), error
+else:
+    raise SystemExit('mapped')
+assert not has_terminal(), 'map_from took the terminal'
+os.close(os.open(os.ttyname(fd), os.O_RDWR))
+assert has_terminal(), 'the test shows nothing: opening a terminal does not give it to us here'
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], start_new_session=True, capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_populating_proves_that_memory_is_there() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -31,6 +32,7 @@ from reshard.transports.nixl import library
 from reshard.transports.peer_process import PeerProcess, pattern
 from reshard.transports.registry import probe
 from reshard.transports.testing import Reader, TransportContract, raises, rows
+from reshard.transports.testing.harness import SLACK_S
 
 pytestmark = pytest.mark.skipif(bool(probe("nixl")), reason=f"nixl does not work here: {probe('nixl')}")
 
@@ -188,6 +190,34 @@ class TestNixlByListener(TransportContract):
             finally:
                 transport.close()
 
+    def test_a_dead_listener(self) -> None:
+        """NIXL never says that a fetch has failed: from another host, where no process is seen, the deadline does."""
+        with self.start() as process:
+            message, _ = process.serve(4096)
+            process.signal(signal.SIGKILL)
+        transport = self.open()
+        try:
+            with raises(TransferTimeoutError, within_s=1.0 + SLACK_S) as caught:
+                transport.connect(elsewhere(message), timeout_s=1.0, name="dead")
+            assert isinstance(caught[0], TransferTimeoutError)
+            assert caught[0].peer == "dead"
+            assert "no metadata from its listener" in str(caught[0])
+            # On this host the process table knows better.
+            with raises(PeerError) as caught:
+                transport.connect(message, timeout_s=10.0, name="dead")
+            assert "restarted or exited" in str(caught[0])
+            self.still_reads(transport)
+        finally:
+            transport.close()
+
+    def test_a_living_listener_of_another_host(self) -> None:
+        """The forgery of the test above changes nothing else."""
+        with self.start() as process:
+            message, remote = process.serve(4096, 3)
+            with Reader(self, elsewhere(message), 4096) as reader:
+                read(reader.transport, [reader.whole(remote, 4096)], timeout_s=5.0)
+                assert np.array_equal(reader.target.array, pattern(4096, 3))
+
     def test_an_unknown_host(self) -> None:
         true = decode_endpoint(self.endpoint)
         payload = true.payload[: ProcessIdentity.NBYTES + 14] + b"no-such-host.invalid"
@@ -199,6 +229,14 @@ class TestNixlByListener(TransportContract):
             assert "no-such-host" in str(caught[0])
         finally:
             transport.close()
+
+
+def elsewhere(message: bytes) -> bytes:
+    """Return the message as if it came from a host whose processes cannot be seen."""
+    endpoint = decode_endpoint(message)
+    identity = replace(ProcessIdentity.unpack(endpoint.payload), boot=bytes(16))
+    payload = identity.pack() + endpoint.payload[ProcessIdentity.NBYTES :]
+    return encode_endpoint(replace(endpoint, payload=payload))
 
 
 def _only(kept: type, names: tuple[str, ...]) -> None:
@@ -215,6 +253,7 @@ _only(
         "test_many_peers_at_once",
         "test_two_transports_in_one_process",
         "test_peer_killed_before_the_connection",
+        "test_one_of_three_peers_is_dead_before_they_are_connected",
         "test_peer_killed_between_reads",
         "test_a_name_is_claimed_once",
         "test_withdrawn_regions_are_noticed",

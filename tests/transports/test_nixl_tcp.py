@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from reshard.transports import (
     PeerError,
     PoisonedMemoryError,
     Prepared,
+    TransferError,
     TransferTimeoutError,
     Transport,
     TransportError,
@@ -34,6 +36,9 @@ pytestmark = [
 ]
 
 NBYTES = 32 << 20
+CONNECT_S, READ_S = 10.0, 20.0
+KNOWN_ENDS = ("stubs.c", "Endpoint timeout")
+"""In what UCX says when it ends an owner over TCP: an assertion of `uct_tcp_ep_pending_purge`, a reply that fails."""
 
 
 @dataclass
@@ -44,13 +49,13 @@ class Reading:
     target: Allocation
 
     def prepare(self, endpoint: bytes, remote: int, name: str, piece: int = 1 << 16) -> Prepared:
-        peer = self.transport.connect(endpoint, timeout_s=10.0, name=name)
+        peer = self.transport.connect(endpoint, timeout_s=CONNECT_S, name=name)
         step = np.arange(NBYTES // piece)[::-1] * piece
         return self.transport.prepare(peer, rows(self.target.region.address + step, piece), rows(remote + step, piece))
 
     def assert_reads(self, prepared: Prepared, seed: int) -> None:
         self.target.array[:] = 0xA5
-        read(self.transport, [prepared], timeout_s=20.0)
+        read(self.transport, [prepared], timeout_s=READ_S)
         assert np.array_equal(self.target.array, pattern(NBYTES, seed))
 
 
@@ -113,6 +118,61 @@ def test_another_life_on_the_same_port(reading, path, monkeypatch):
             reading.transport.connect(message, timeout_s=3.0, name="first")
         reading.assert_reads(reading.prepare(*served, "second"), 2)
         assert second.alive
+
+
+@pytest.mark.parametrize("path", ["tcp"], indirect=True)
+@pytest.mark.parametrize("piece", [1 << 14, 1 << 20])
+def test_a_reader_killed_in_mid_read(reading, path, piece, tmp_path):
+    """The limit of docs/transports.md: the owner serves on, whole; or UCX has ended it, in one of its known ways.
+
+    In both cases the next reader knows within its deadline, and other owners are read as before.
+    """
+    errors = tmp_path / "owner.txt"
+    with errors.open("wb") as file, PeerProcess("nixl", errors=file.fileno()) as owner, PeerProcess("nixl") as other:
+        message, address = owner.serve(NBYTES, 1)
+        healthy = reading.prepare(*other.serve(NBYTES, 2), "other")
+        for round_ in range(3):
+            with PeerProcess("nixl") as victim:
+                pieces = {"nbytes": NBYTES, "piece": piece, "times": 1 << 30}
+                victim.tell("read", endpoint=message.hex(), address=address, **pieces)
+                assert victim.answer() == {"reading": True}
+                time.sleep(0.1)
+                victim.signal(signal.SIGKILL)
+            start = time.monotonic()
+            try:
+                next_read = reading.prepare(message, address, f"owner-{round_}", piece)
+                reading.assert_reads(next_read, 1)
+                next_read.peer.close()
+            except (PeerError, TransferError):
+                assert time.monotonic() - start < CONNECT_S + READ_S + SLACK_S
+                assert ended_by_ucx(owner, errors)
+                break
+        reading.transport.wait_quarantine(timeout_s=20.0)
+        reading.assert_reads(healthy, 2)
+
+
+def ended_by_ucx(owner: PeerProcess, errors: Path) -> bool:
+    """Whether an owner died as UCX kills it: by an assertion or a fatal error of its own, or a SIGSEGV in it."""
+    stop = time.monotonic() + 10.0
+    while owner.alive and time.monotonic() < stop:
+        time.sleep(0.05)
+    code, said = owner.close(), errors.read_text(errors="replace")
+    return code == -signal.SIGSEGV or (code == -signal.SIGABRT and any(words in said for words in KNOWN_ENDS))
+
+
+def test_an_end_that_is_not_ucxs_is_told_apart(tmp_path):
+    errors = tmp_path / "owner.txt"
+    errors.write_text("")
+    for signal_, expected in ((signal.SIGKILL, False), (signal.SIGABRT, False), (signal.SIGSEGV, True)):
+        with PeerProcess("memory") as owner:
+            owner.serve(64, 1)
+            owner.signal(signal_)
+            assert ended_by_ucx(owner, errors) is expected
+    with PeerProcess("memory") as owner:
+        owner.serve(64, 1)
+        errors.write_text("[vm:1:0:2]       stubs.c:107  Assertion `0' failed\n")
+        owner.signal(signal.SIGABRT)
+        assert ended_by_ucx(owner, errors)
 
 
 def test_owner_closes_while_it_is_read(reading, path):

@@ -7,10 +7,11 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from reshard.transports.base import read
+from reshard.transports.base import Peer, read
 from reshard.transports.errors import (
     PeerError,
     PoisonedMemoryError,
@@ -104,6 +105,43 @@ class FaultContract(ContractBase):
         before = reader.target.array.copy()
         time.sleep(0.2)
         assert np.array_equal(reader.target.array, before), "bytes landed after the quarantine was lifted"
+
+    def test_one_of_three_peers_is_dead_before_they_are_connected(self) -> None:
+        """Two connect, the error names the third, all within one budget; and the two are read."""
+        budget_s = 5.0
+        with contextlib.ExitStack() as stack:
+            processes = [stack.enter_context(self.start()) for _ in range(3)]
+            served = [process.serve(MIB, seed) for seed, process in enumerate(processes)]
+            processes[1].signal(signal.SIGKILL)
+            transport = self.open()
+            stack.callback(transport.close)
+            target = transport.allocate(3 * MIB)
+            transport.register([target.region])
+            start = time.monotonic()
+
+            def dial(at: int) -> Peer | TransportError:
+                left = max(budget_s - (time.monotonic() - start), 1e-3)
+                try:
+                    return transport.connect(served[at][0], timeout_s=left, name=f"peer-{at}")
+                except TransportError as error:
+                    return error
+
+            with ThreadPoolExecutor(3) as pool:
+                peers = dict(enumerate(pool.map(dial, range(3))))
+            assert time.monotonic() - start < budget_s + SLACK_S
+            refused = peers.pop(1)
+            assert isinstance(refused, (PeerError, TransferTimeoutError)), refused
+            assert refused.peer == "peer-1"
+            assert "peer-1" in str(refused)
+            lists = []
+            for at, peer in peers.items():
+                assert not isinstance(peer, TransportError), peer
+                here, there = target.region.address + at * MIB, served[at][1]
+                lists.append(transport.prepare(peer, rows(here, MIB), rows(there, MIB)))
+            read(transport, lists, timeout_s=10.0)
+            for at in peers:
+                assert np.array_equal(target.array[at * MIB : (at + 1) * MIB], pattern(MIB, at))
+            self.still_reads(transport)
 
     def test_one_dead_peer_of_three(self) -> None:
         with contextlib.ExitStack() as stack:

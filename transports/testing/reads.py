@@ -126,6 +126,11 @@ class BytesContract(ContractBase):
             read(reader.transport, [prepared], timeout_s=5.0)
             assert np.array_equal(reader.target.array[:250], self.data[:250])
             assert np.array_equal(reader.target.array[1250:1500], self.data[5750:6000])
+            # Where two rows overlap, each byte is one source's or the other's.
+            for start, stop, of in ((250, 500, (250, 9000)), (500, 1000, (5000, 9250)), (1000, 1250, (5500, 9750))):
+                got, at = reader.target.array[start:stop], stop - start
+                assert ((got == self.data[of[0] : of[0] + at]) | (got == self.data[of[1] : of[1] + at])).all()
+            self.still_reads(reader.transport)
 
     def test_posted_again_after_the_source_changed(self) -> None:
         with self.start() as process:
