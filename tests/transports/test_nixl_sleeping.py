@@ -84,6 +84,28 @@ def test_nixl_is_left_as_it_was(monkeypatch):
     assert dict(vars(api)) == names
 
 
+def test_a_wrapper_that_hands_its_configuration_arguments(another_nixl):
+    """As earlier releases did."""
+    api = sys.modules["another_nixl._api"]
+    code = """
+class nixlAgentConfig:
+    pthrDelay = property(lambda self: self.delay, lambda self, value: setattr(self, 'delay', value))
+    def __init__(self, thread, *, listens):
+        self.given = thread, listens
+nixlBind = SimpleNamespace(nixlAgentConfig=nixlAgentConfig)
+class nixl_agent:
+    def __init__(self, name, listens=False):
+        self.config = nixlBind.nixlAgentConfig(True, listens=listens)
+        self.config.pthrDelay = 0
+"""
+    vars(api)["SimpleNamespace"] = SimpleNamespace
+    exec(code, vars(api))
+    another_nixl.nixl_agent = vars(api)["nixl_agent"]
+    made = agent_class(another_nixl, 7)("name", listens=True)
+    assert made.config.given == (True, True)
+    assert made.config.pthrDelay == 7
+
+
 @pytest.fixture
 def another_nixl() -> Iterator[ModuleType]:
     package, api = ModuleType("another_nixl"), ModuleType("another_nixl._api")

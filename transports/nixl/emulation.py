@@ -75,8 +75,9 @@ def emulated(
     if visible and _admits(tls, ONE_HOST):
         return False
     wanted = options.get("ucx_devices") or environment.get("UCX_NET_DEVICES", "all")
-    devices = {device.strip().partition(":")[0] for device in wanted.split(",")}
-    usable = bool(active) if "all" in devices else bool(active & devices)
+    devices = {device.strip().partition(":")[0] for device in wanted.removeprefix("^").split(",")}
+    named = active if "all" in devices else active & devices
+    usable = active - named if wanted.startswith("^") else named
     return not (usable and _admits(tls, NETWORK))
 
 

@@ -49,8 +49,8 @@ def agent_class(nixl: ModuleType, sleep_us: int) -> type:
         logger.warning("%s: its agents cannot be told to sleep, and keep a processor busy", nixl.__name__)
         return original
 
-    def configured(self: object) -> None:
-        config.__init__(self)  # type: ignore[misc]
+    def configured(self: object, *arguments: object, **named: object) -> None:
+        config.__init__(self, *arguments, **named)  # type: ignore[misc]
         store(self, sleep_us)
 
     kept = property(getattr(delay, "fget", None), lambda *_: None)
