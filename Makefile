@@ -103,7 +103,7 @@ faults: $(VENV)/.test ## each step of a refit x everything that can go wrong, ov
 
 .PHONY: soak
 soak: $(VENV)/.test ## 2,000 refits of the demo model: no growth of memory, handles or registrations
-	$(BIN)/python -m benchmarks.soak $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks.soak --grpc $(BENCH_ARGS)
 
 .PHONY: bench-refit
 bench-refit: $(VENV)/.test ## read, verify and vote beside the bare transport, and broadcast + slice
