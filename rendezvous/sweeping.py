@@ -6,7 +6,7 @@ transition a record, in this order, since each may free what the next one needs:
 1. Workers lost for an hour; those that are known are a use of their model.
 2. Groups: what time alone decides is decided, facts that no member may ask for go, and the group with the last of them.
 3. Models: versions that can never be offered again; the model itself, if it is idle and no version is left.
-4. Encoded tables and cuts that no record names.
+4. Encoded tables, cuts and sets of names that no record needs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 
 from reshard.rendezvous.keys import (
+    ballot_key,
     beat_key,
     group_key,
     hints_key,
@@ -111,6 +112,15 @@ def _may_go(view: View, version: Version, passed: bool) -> bool:
     return never and version.opened_at + KEEP_LOST_S < view.now
 
 
+def pinned_ballot(view: View, model_name: str, group_name: str) -> tuple[set[bytes], set[bytes]]:
+    """Return the digests of the tables and sets of names that an open transaction's decision may ask for."""
+    group = view.get(group_key(model_name, group_name), watch=False)
+    ballot = view.get(ballot_key(group.current), watch=False) if group is not None and group.current else None
+    if ballot is None:
+        return set(), set()
+    return set(ballot.tables), {vote.names_digest for vote in ballot.votes.values() if vote.names_digest}
+
+
 def pinned_hints(view: View, model_name: str) -> set[bytes]:
     """Return the digests of all cuts that a model's hints name."""
     hints = view.get(hints_key(model_name), watch=False)
@@ -121,13 +131,16 @@ async def sweep(store: Store) -> tuple[set[bytes], set[bytes]]:
     """Sweep all records once; return the digests of the tables, and of other content, that must stay."""
     for worker_id in await store.names("worker"):
         await store.run(partial(sweep_worker, worker_id=worker_id))
+    tables: set[bytes] = set()
+    others: set[bytes] = set()
     for name in await store.names("group"):
         model, group = name.split("\0", 1)
         await store.run(partial(sweep_group, model_name=model, group_name=group))
-    tables: set[bytes] = set()
-    cuts: set[bytes] = set()
+        asked, consumed = (await store.run(partial(pinned_ballot, model_name=model, group_name=group))).value
+        tables |= asked
+        others |= consumed
     models = {name for kind in ("model", "hints", "use") for name in await store.names(kind)}
     for model in sorted(models):
         tables |= (await store.run(partial(sweep_model, model_name=model))).value
-        cuts |= (await store.run(partial(pinned_hints, model_name=model))).value
-    return tables, cuts
+        others |= (await store.run(partial(pinned_hints, model_name=model))).value
+    return tables, others

@@ -270,6 +270,27 @@ def test_an_aborted_transaction_is_kept_until_its_deadline_for_members_on_their_
     assert granted.transaction in str(answer)
 
 
+def test_what_an_open_decision_may_ask_for_is_kept_though_its_version_is_gone(service: Service) -> None:
+    uid = service.publish(0, {"s": service.register("trainer", "t")})
+    members = {name: service.register("receiver", name, ttl_s=30 * DAY_S) for name in "ab"}
+    for member, worker in members.items():
+        wish = Join(
+            "m", "g", tuple(members), member, worker, None, None, None, 20.0, 5 * HOUR_S,
+            next(service.ids), next(service.ids),
+        )  # fmt: skip
+        granted = service.do(lambda view, wish=wish: joining.join(view, wish))
+        assert isinstance(granted, Granted)
+    vote = Vote(True, names_digest=b"n" * 32, wire_bytes=1)
+    txn_id, worker = granted.transaction, members["a"]
+    service.do(lambda view: transactions.cast_vote(view, txn_id, "a", worker, vote, lambda *_: ()))
+    service.later(2 * HOUR_S)
+    assert service.get(version_key(uid)) is None, "its worker is lost"
+    assert service.sweep() == ({bytes(32)}, {b"n" * 32})
+    service.later(4 * HOUR_S)
+    assert service.ask(txn_id) is Decision.ABORT
+    assert service.sweep() == (set(), set())
+
+
 def test_a_group_forgets_members_that_it_has_no_more(service: Service) -> None:
     slots = {"s": service.register("trainer", "t", ttl_s=30 * DAY_S)}
     for step in range(20):
