@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import subprocess
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ import pytest
 
 from reshard.transports import PeerError, RegistrationError, TransportError, open_transport, read
 from reshard.transports.common import CommonTransport
+from reshard.transports.descriptors import require_descriptors
 from reshard.transports.hostmem import allocate_pages
 from reshard.transports.peer_process import PeerProcess, pattern
 from reshard.transports.regions import Region
@@ -138,6 +140,65 @@ def test_want_of_descriptors_is_an_error_of_ours_and_blames_no_peer():
             with pytest.raises(TransportError, match="Too many open files"):
                 open_transport("memory")
         transport.connect(endpoint, timeout_s=5.0, name="peer")
+
+
+WITH_FEW_LEFT = """
+import os, sys
+from reshard.transports import PeerError, TransportError, open_transport, read
+from reshard.transports.testing import rows
+from tests.transports.test_processes import NBYTES, no_descriptors
+backend, message, remote = sys.argv[1], bytes.fromhex(sys.argv[2]), int(sys.argv[3])
+refused = 0
+for n_left in (0, 1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24):
+    transport = open_transport(backend)
+    spare = [os.open(os.devnull, os.O_RDONLY) for _ in range(n_left)]
+    with no_descriptors():
+        for fd in spare:
+            os.close(fd)
+        for call in (lambda: transport.connect(message, timeout_s=5.0, name='early').close(), transport.endpoint):
+            try:
+                call()
+            except PeerError as error:
+                raise SystemExit(f'{n_left} left: the peer is blamed: {error}')
+            except TransportError:
+                refused += 1
+    transport.endpoint()
+    target = transport.allocate(NBYTES)
+    transport.register([target.region])
+    peer = transport.connect(message, timeout_s=10.0, name='peer')
+    prepared = transport.prepare(peer, rows(target.region.address, NBYTES), rows(remote, NBYTES))
+    read(transport, [prepared], timeout_s=10.0)
+    transport.close()
+print('refused', refused)
+"""
+
+
+def test_want_of_descriptors_ends_no_process_and_blames_no_peer(backend):
+    """However few are left: native libraries that run out of them half way through abort the process."""
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with PeerProcess(backend) as process:
+        message, remote = process.serve(NBYTES, 1)
+        done = subprocess.run(
+            [sys.executable, "-c", WITH_FEW_LEFT, backend, message.hex(), str(remote)],
+            env={**os.environ, **path},
+            capture_output=True,
+            text=True,
+            timeout=55,
+        )
+        assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
+        assert int(done.stdout.split()[-1]) > 0
+        assert process.alive
+
+
+def test_too_few_descriptors_are_refused_by_number():
+    with (
+        no_descriptors(),
+        pytest.raises(TransportError, match=r"this: 0 file descriptors are left, expected at least 3"),
+    ):
+        require_descriptors(3, "this")
+    before = len(os.listdir("/proc/self/fd"))
+    require_descriptors(3, "this")
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_memory_is_allocated_and_registered_by_several_threads():

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.transports.beacon import BEACON_BYTES
+from reshard.transports.descriptors import require_descriptors
 from reshard.transports.driver import backoff
 from reshard.transports.errors import (
     PeerError,
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
 
 logger = getLogger(__name__)
 
+AGENT_DESCRIPTORS = 48
+"""A new agent took 13 to 20 (NIXL 1.5.1, on one host, over shared memory and TCP); each network device takes some."""
+LINK_DESCRIPTORS = 16
+"""A new link took up to 8, our two for its watch among them."""
 _LANDING_BYTES = 64 << 10
 _PORT_TRIES = 4
 
@@ -86,9 +91,12 @@ class Agent:
     ------
     TransportUnavailableError
         If NIXL or the plug-in does not start.
+    TransportError
+        If there are too few file descriptors left for it.
     """
 
     def __init__(self, name: str, settings: AgentSettings) -> None:
+        require_descriptors(AGENT_DESCRIPTORS, f"NIXL agent {name}")
         nixl = library.load()
         self.name = name
         self.backend = settings.backend

@@ -24,6 +24,7 @@ from typing import ClassVar, Literal
 from reshard.transports.base import Allocation, Capabilities
 from reshard.transports.beacon import BEACON_BYTES, Beacon
 from reshard.transports.common import CommonTransport
+from reshard.transports.descriptors import require_descriptors
 from reshard.transports.devicemem import allocate_device
 from reshard.transports.driver import backoff
 from reshard.transports.errors import (
@@ -36,7 +37,7 @@ from reshard.transports.hostmem import allocate_host
 from reshard.transports.identity import ProcessIdentity
 from reshard.transports.lists import ConnectedPeer, Work
 from reshard.transports.nixl import library
-from reshard.transports.nixl.agent import Agent, AgentSettings, start_listening_agent
+from reshard.transports.nixl.agent import LINK_DESCRIPTORS, Agent, AgentSettings, start_listening_agent
 from reshard.transports.nixl.emulation import EmulationNotices
 from reshard.transports.nixl.requests import BeaconGate, Link, NativeList, NixlSlice
 from reshard.transports.regions import MemoryKind, Region
@@ -220,6 +221,7 @@ class NixlTransport(CommonTransport):
     # --- peers ----------------------------------------------------------------------------------------
 
     def _dial(self, peer: ConnectedPeer, deadline: float) -> object:
+        require_descriptors(LINK_DESCRIPTORS, f"connecting to peer {peer.name!r}")
         identity = ProcessIdentity.unpack(peer.endpoint.payload)
         payload = peer.endpoint.payload[ProcessIdentity.NBYTES :]
         beacon, control, port = _PAYLOAD.unpack_from(payload)

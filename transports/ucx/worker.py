@@ -10,11 +10,14 @@ from __future__ import annotations
 import select
 import time
 
+from reshard.transports.descriptors import require_descriptors
 from reshard.transports.errors import TransportError
 from reshard.transports.ucx import declarations as d
 from reshard.transports.ucx.context import Context
 from reshard.transports.ucx.library import ERROR_FLOOR
 
+WORKER_DESCRIPTORS = 32
+"""A new worker took up to 14, and its connection more; each network device takes some."""
 _IDLE_ROUNDS = 20
 _MAX_ROUNDS = 5000
 
@@ -25,10 +28,11 @@ class Worker:
     Raises
     ------
     TransportError
-        If UCX cannot open one, such as for want of file descriptors.
+        If UCX cannot open one, or there are too few file descriptors left for it.
     """
 
     def __init__(self, context: Context) -> None:
+        require_descriptors(WORKER_DESCRIPTORS, "UCX worker")
         self.context = context
         self.library = context.library
         ffi, ucp = self.library.ffi, self.library.ucp
