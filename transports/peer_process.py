@@ -58,6 +58,8 @@ class PeerProcess:
     Attributes
     ----------
     pid : int
+    killed : bool
+        Whether it was sent SIGKILL by `signal`.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class PeerProcess:
             env={**os.environ, **(environment or {})},
         )
         self.pid = self._process.pid
+        self.killed = False
         self._unread = b""
 
     def serve(self, nbytes: int, seed: int = 0) -> tuple[bytes, int]:
@@ -125,6 +128,7 @@ class PeerProcess:
         """Send a signal; after SIGKILL the process is reaped."""
         os.kill(self.pid, number)
         if number == signal.SIGKILL:
+            self.killed = True
             self._process.wait(ANSWER_S)
 
     @property

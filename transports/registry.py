@@ -88,7 +88,7 @@ def load(name: str) -> Factory:
                 return cast(Factory, point.load())
     except MissingDependencyError as error:
         raise TransportUnavailableError(str(error), package=error.package, extra=error.extra) from error
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, OSError) as error:  # OSError: for want of file descriptors
         extra = row.extra if row else ""
         hint = f"; pip install 'reshard[{extra}]'" if extra else ""
         raise TransportUnavailableError(f"transport {name!r} cannot be imported: {error}{hint}", extra=extra) from error

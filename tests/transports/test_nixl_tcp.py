@@ -104,6 +104,24 @@ def test_stopped_peer(reading, path):
 
 
 @pytest.mark.parametrize("path", ["tcp"], indirect=True)
+@pytest.mark.parametrize("metadata", ["blob", "listener"])
+def test_a_stopped_peer_is_not_connected(reading, path, metadata):
+    """Whichever way its metadata come: NIXL would wait for ever."""
+    settings = {"metadata": metadata, "listen_host": "127.0.0.1"}
+    with PeerProcess("nixl", settings) as victim, open_transport("nixl", **settings) as transport:
+        message, _ = victim.serve(NBYTES, 1)
+        victim.signal(signal.SIGSTOP)
+        start = time.monotonic()
+        with pytest.raises((PeerError, TransferTimeoutError)) as caught:
+            transport.connect(message, timeout_s=1.0, name="victim")
+        assert time.monotonic() - start < 1.0 + SLACK_S
+        assert caught.value.peer == "victim"
+        victim.signal(signal.SIGKILL)
+    with PeerProcess("nixl") as healthy:
+        reading.assert_reads(reading.prepare(*healthy.serve(NBYTES, 2), "healthy"), 2)
+
+
+@pytest.mark.parametrize("path", ["tcp"], indirect=True)
 def test_another_life_on_the_same_port(reading, path, monkeypatch):
     """Over TCP one read at an address of the old life would kill the new one."""
     with socket.socket() as probing:

@@ -144,18 +144,29 @@ def test_want_of_descriptors_is_an_error_of_ours_and_blames_no_peer():
 
 WITH_FEW_LEFT = """
 import os, sys
-from reshard.transports import PeerError, TransportError, open_transport, read
+from reshard.transports import PeerError, TransportError, open_transport, read, registry
 from reshard.transports.testing import rows
 from tests.transports.test_processes import NBYTES, no_descriptors
 backend, message, remote = sys.argv[1], bytes.fromhex(sys.argv[2]), int(sys.argv[3])
 refused = 0
+for prepare in (lambda: None, lambda: registry.load(backend)):  # before modules, before native threads
+    prepare()
+    with no_descriptors():
+        try:
+            open_transport(backend).close()
+        except TransportError:
+            refused += 1
 for n_left in (0, 1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24):
     transport = open_transport(backend)
     spare = [os.open(os.devnull, os.O_RDONLY) for _ in range(n_left)]
     with no_descriptors():
         for fd in spare:
             os.close(fd)
-        for call in (lambda: transport.connect(message, timeout_s=5.0, name='early').close(), transport.endpoint):
+        for call in (
+            lambda: open_transport(backend).close(),
+            lambda: transport.connect(message, timeout_s=5.0, name='early').close(),
+            transport.endpoint,
+        ):
             try:
                 call()
             except PeerError as error:

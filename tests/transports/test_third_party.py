@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import os
 import sys
@@ -10,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from reshard.transports import available, names, open_transport
+from reshard.transports import available, backend, names, open_transport
 from reshard.transports.errors import TransportUnavailableError
 from reshard.transports.registry import probe
 from reshard.transports.testing import TransportContract
@@ -60,6 +61,25 @@ class TestVm(TransportContract):
         assert next(row for row in available() if row.name == "vm").ok
         with open_transport("vm") as transport:
             assert transport.name == "vm"
+
+
+def test_the_example_is_forty_lines_and_uses_only_public_names() -> None:
+    """All it has of reshard is `reshard.transports.backend`, and there only what that module lists."""
+    text = (HERE / "vm_transport.py").read_text()
+    tree = ast.parse(text)
+    modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    modules += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    assert modules == ["reshard.transports", "ctypes", "os", "struct", "numpy"]
+    names = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "b"
+    }
+    assert names
+    assert names <= set(backend.__all__)
+    assert all(hasattr(backend, name) for name in backend.__all__)
+    code = [line for line in text.splitlines() if line.strip() and not line.startswith(("import ", "from ", '"""'))]
+    assert len(code) <= 40
 
 
 def test_a_broken_plug_in_is_named_and_harms_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,7 @@ logger = getLogger(__name__)
 
 # after the process: beacon address and descriptor, listener port (0: a blob follows; else the listener's host does)
 _PAYLOAD = struct.Struct("<QiH")
+_ERROR_HANDLING = "ucx_error_handling_mode"
 MAX_SLEEP_S = 1.0
 """Longest sleep of a progress thread: what nobody signals (a peer's death over shared memory) waits for its end."""
 
@@ -118,10 +119,16 @@ class NixlTransport(CommonTransport):
             raise ValueError(f"metadata: got {metadata!r}, expected 'blob' or 'listener'")
         if isinstance(progress_sleep_s, bool) or not 0 <= progress_sleep_s <= MAX_SLEEP_S:
             raise ValueError(f"progress_sleep_s: got {progress_sleep_s!r}, expected seconds from 0 to {MAX_SLEEP_S}")
+        options = dict(options or {})
+        if backend == "UCX" and options.setdefault(_ERROR_HANDLING, "peer") != "peer":
+            raise ValueError(
+                f"options: got {_ERROR_HANDLING}={options[_ERROR_HANDLING]!r}, expected 'peer': "
+                "without it a peer that dies is waited for for ever"
+            )
         library.load()
         super().__init__(workers=workers)
         self._backend = backend
-        self._options = dict(options or {})
+        self._options = options
         self._telemetry = telemetry
         self._sleep_us = math.ceil(progress_sleep_s * 1e6)
         self._map_beacon = map_beacon

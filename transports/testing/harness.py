@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 from collections.abc import Iterator, Mapping
+from types import TracebackType
 from typing import ClassVar
 
 import numpy as np
@@ -72,6 +74,15 @@ class Reader:
         self.transport.close()
 
 
+class WatchedPeer(PeerProcess):
+    """A peer that ends as it is told to: if it crashes, the test that it happens in has failed."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        code, expected = self.close(), -signal.SIGKILL if self.killed else 0
+        if error is None and code != expected:
+            raise AssertionError(f"peer process {self.pid} ended with code {code}, expected {expected}")
+
+
 class ContractBase:
     """See the module.
 
@@ -88,7 +99,7 @@ class ContractBase:
     backend: ClassVar[str] = ""
     settings: ClassVar[Mapping[str, object]] = {}
     environment: ClassVar[Mapping[str, str]] = {}
-    _shared: ClassVar[PeerProcess | None] = None
+    _shared: ClassVar[WatchedPeer | None] = None
     endpoint: ClassVar[bytes] = b""
     remote: ClassVar[int] = 0
     data: ClassVar[npt.NDArray[np.uint8]] = np.zeros(0, np.uint8)
@@ -116,9 +127,9 @@ class ContractBase:
         return open_transport(cls.backend, **cls.settings)
 
     @classmethod
-    def start(cls) -> PeerProcess:
+    def start(cls) -> WatchedPeer:
         """Start a peer process."""
-        return PeerProcess(cls.backend, cls.settings, environment=cls.environment)
+        return WatchedPeer(cls.backend, cls.settings, environment=cls.environment)
 
     def reader(self, nbytes: int = SERVED_BYTES) -> Reader:
         """Return a reader of the shared peer."""

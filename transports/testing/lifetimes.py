@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 
 import numpy as np
 
@@ -60,6 +62,24 @@ class LifetimeContract(ContractBase):
             read(transport, [transport.prepare(reader.peer, rows(base, 32), rows(self.remote, 32))], timeout_s=5.0)
             large.close()
 
+    def test_a_registration_keeps_its_memory(self) -> None:
+        """What a peer may read is not unmapped because its owner forgot it: that would end this process over TCP."""
+        transport = self.open()
+        try:
+            allocation = transport.allocate(KIB)
+            kept = weakref.ref(allocation.region.owner)
+            registration = transport.register([allocation.region])
+            allocation.close()
+            del allocation
+            gc.collect()
+            assert kept() is not None
+            registration.close()
+            del registration
+            gc.collect()
+            assert kept() is None
+        finally:
+            transport.close()
+
     def test_rows_across_adjacent_regions_are_refused(self) -> None:
         with self.reader(KIB) as reader:
             reader.registration.close()
@@ -86,6 +106,7 @@ class LifetimeContract(ContractBase):
                 transport.register([good.region, unmapped])
             assert len(decode_endpoint(transport.endpoint()).regions) == before
             transport.register([good.region]).close()
+            self.still_reads(transport)
         finally:
             transport.close()
 

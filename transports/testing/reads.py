@@ -115,6 +115,7 @@ class BytesContract(ContractBase):
             many = reader.transport.capabilities.max_runs + 1
             with raises(ValueError):
                 reader.transport.prepare(reader.peer, rows(reader.address, 1, 0, many), rows(self.remote, 1, 0, many))
+            self.still_reads(reader.transport)
 
     def test_overlapping_destinations_do_no_harm(self) -> None:
         with self.reader() as reader:

@@ -83,12 +83,14 @@ class RefusalContract(ContractBase):
             ):
                 with raises(ValueError):
                     reader.transport.prepare(reader.peer, local, remote)
+            self.still_reads(reader.transport)
 
     def test_unregistered_memory(self) -> None:
         with self.reader(MIB) as reader:
             loose = np.zeros(64, np.uint8)
             with raises(RegistrationError):
                 reader.transport.prepare(reader.peer, rows(int(loose.ctypes.data), 64), rows(self.remote, 64))
+            self.still_reads(reader.transport)
 
     def test_damaged_endpoint_messages(self) -> None:
         message = self.endpoint

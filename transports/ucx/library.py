@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.planner.errors import require
+from reshard.transports.descriptors import require_descriptors
 from reshard.transports.errors import TransportUnavailableError
 from reshard.transports.signals import signal_handlers_kept
 from reshard.transports.ucx.declarations import CDEF, ERR_LAST, NEWEST_TRIED, OLDEST
@@ -83,6 +84,9 @@ class Library:
         return captured.decode("utf-8", "replace")
 
 
+CONTEXT_DESCRIPTORS = 16
+"""The first context takes 4, for a thread of UCX's: with fewer left UCX aborts the process."""
+
 _loaded: dict[str, Library] = {}
 _lock = threading.Lock()
 
@@ -99,7 +103,10 @@ def load_library(choice: str = "") -> Library:
     ------
     TransportUnavailableError
         If cffi or the library is missing, cannot be loaded, or is of a version that was never tried.
+    TransportError
+        If there are too few file descriptors left for it and a context.
     """
+    require_descriptors(CONTEXT_DESCRIPTORS, "loading UCX")
     choice = choice or os.environ.get(SETTING, "")
     with _lock:
         found = _loaded.get(choice)
