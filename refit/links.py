@@ -121,16 +121,14 @@ class Links:
         rounds = -(-len(missing) // _DIALS)
         share_s = deadline.remaining("connect") * _SHARE / rounds
         with ThreadPoolExecutor(min(len(missing), _DIALS), thread_name_prefix="reshard-dial") as pool:
-            answers = list(pool.map(lambda row: self._dial(row[0], row[2], Deadline(share_s, deadline.what)), missing))
+            answers = list(pool.map(lambda row: self._dial(*row, Deadline(share_s, deadline.what)), missing))
         failed: dict[str, TransportError] = {}
         other: BaseException | None = None
-        for (name, record, endpoint), answer in zip(missing, answers, strict=True):
+        for (name, _, _), answer in zip(missing, answers, strict=True):
             if isinstance(answer, TransportError):
                 failed[name] = answer
-            elif isinstance(answer, BaseException):
-                other = other if other is not None else answer
-            else:
-                self._links[name] = _Link(answer, record.worker_id, endpoint)
+            elif other is None:
+                other = answer
         if other is not None:
             raise other
         if failed:
@@ -150,10 +148,14 @@ class Links:
                 f"{self._transport.name!r} transport; give each receiver a transport of its own"
             )
 
-    def _dial(self, name: str, endpoint: bytes, budget: Deadline) -> Peer | BaseException:
-        """The peer, or what went wrong: no dial may lose what the others have come to."""
+    def _dial(self, name: str, record: SlotRecord, endpoint: bytes, budget: Deadline) -> BaseException | None:
+        """Connect to a holder; returns what went wrong, since no dial may lose what the others have come to.
+
+        The link is known as soon as there is one, not when all dials have ended: a caller that is interrupted while it
+        waits for them (Ctrl-C) leaves no peer behind that nobody knows, and whose name is taken for ever.
+        """
         try:
-            return self.retry.run(
+            peer = self.retry.run(
                 lambda left_s: self._transport.connect(endpoint, timeout_s=left_s, name=name),
                 (PeerError, TransferTimeoutError),
                 budget,
@@ -163,15 +165,21 @@ class Links:
             return TransferTimeoutError(f"holder {name!r} was not reached: {error}", peer=name)
         except BaseException as error:  # noqa: BLE001
             return error
+        self._links[name] = _Link(peer, record.worker_id, endpoint)
+        return None
 
     def release(self, names: Iterable[str]) -> None:
         """Close some peers; names that are not connected are left alone."""
         for name in tuple(names):
-            link = self._links.pop(name, None)
-            if link is not None:
+            link = self._links.get(name)
+            if link is None:
+                continue
+            try:
                 for listener in tuple(self._listeners):
                     listener()
+            finally:
                 link.peer.close()
+                self._links.pop(name, None)
 
     def close(self) -> None:
         """Close all peers."""

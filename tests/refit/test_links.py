@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Mapping
@@ -247,3 +249,22 @@ def test_the_suggestion_travels_from_a_real_service() -> None:
 def test_a_retry_policy_is_finite(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"retry\.{name}: (expected a finite number, got|-1 lies outside)"):
         RetryPolicy(**{name: value})  # type: ignore[arg-type]
+
+
+def test_an_interrupted_caller_leaves_no_peer_that_nobody_knows() -> None:
+    class Slow(Wire):
+        def connect(self, endpoint: bytes, *, timeout_s: float, name: str) -> FakePeer:
+            if name == "slow":
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.2)
+            return super().connect(endpoint, timeout_s=timeout_s, name=name)
+
+    wire = Slow()
+    links = Links(wire)  # type: ignore[arg-type]
+    records = [record("fast"), record("slow")]
+    with pytest.raises(KeyboardInterrupt):
+        links.ensure(records, Deadline(10.0, "test"))
+    assert wire.connected == set(links.names()) == {"fast", "slow"}
+    assert links.ensure(records, Deadline(10.0, "test")) == ()
+    links.close()
+    assert not wire.connected
