@@ -147,36 +147,42 @@ import os, sys
 from reshard.transports import PeerError, TransportError, open_transport, read, registry
 from reshard.transports.testing import rows
 from tests.transports.test_processes import NBYTES, no_descriptors
-backend, message, remote = sys.argv[1], bytes.fromhex(sys.argv[2]), int(sys.argv[3])
+backend = sys.argv[1]
+message, remote, other = bytes.fromhex(sys.argv[2]), int(sys.argv[3]), bytes.fromhex(sys.argv[4])
 refused = 0
-for prepare in (lambda: None, lambda: registry.load(backend)):  # before modules, before native threads
-    prepare()
-    with no_descriptors():
-        try:
-            open_transport(backend).close()
-        except TransportError:
-            refused += 1
-for n_left in (0, 1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24):
-    transport = open_transport(backend)
+
+def with_few_left(n_left, *calls):
+    global refused
     spare = [os.open(os.devnull, os.O_RDONLY) for _ in range(n_left)]
     with no_descriptors():
         for fd in spare:
             os.close(fd)
-        for call in (
-            lambda: open_transport(backend).close(),
-            lambda: transport.connect(message, timeout_s=5.0, name='early').close(),
-            transport.endpoint,
-        ):
+        for call in calls:
             try:
                 call()
             except PeerError as error:
                 raise SystemExit(f'{n_left} left: the peer is blamed: {error}')
             except TransportError:
                 refused += 1
+
+with_few_left(0, lambda: open_transport(backend).close())  # before modules are imported
+registry.load(backend)
+for n_left in (0, 1, 2, 3):  # before any native thread runs
+    with_few_left(n_left, lambda: open_transport(backend).close())
+for n_left in (0, 1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24):
+    transport = open_transport(backend)
+    with_few_left(
+        n_left,
+        lambda: open_transport(backend).close(),
+        lambda: transport.connect(message, timeout_s=5.0, name='early').close(),
+        transport.endpoint,
+    )
     transport.endpoint()
     target = transport.allocate(NBYTES)
     transport.register([target.region])
     peer = transport.connect(message, timeout_s=10.0, name='peer')
+    with_few_left(n_left, lambda: transport.connect(other, timeout_s=5.0, name='other').close())
+    transport.connect(other, timeout_s=10.0, name='other').close()
     prepared = transport.prepare(peer, rows(target.region.address, NBYTES), rows(remote, NBYTES))
     read(transport, [prepared], timeout_s=10.0)
     transport.close()
@@ -187,10 +193,10 @@ print('refused', refused)
 def test_want_of_descriptors_ends_no_process_and_blames_no_peer(backend):
     """However few are left: native libraries that run out of them half way through abort the process."""
     path = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with PeerProcess(backend) as process:
-        message, remote = process.serve(NBYTES, 1)
+    with PeerProcess(backend) as process, PeerProcess(backend) as second:
+        (message, remote), (other, _) = process.serve(NBYTES, 1), second.serve(NBYTES, 2)
         done = subprocess.run(
-            [sys.executable, "-c", WITH_FEW_LEFT, backend, message.hex(), str(remote)],
+            [sys.executable, "-c", WITH_FEW_LEFT, backend, message.hex(), str(remote), other.hex()],
             env={**os.environ, **path},
             capture_output=True,
             text=True,
@@ -199,6 +205,7 @@ def test_want_of_descriptors_ends_no_process_and_blames_no_peer(backend):
         assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
         assert int(done.stdout.split()[-1]) > 0
         assert process.alive
+        assert second.alive
 
 
 def test_too_few_descriptors_are_refused_by_number():
