@@ -55,8 +55,14 @@ class Arena:
         self.nbytes = max(end, 1)
         if on_allocate is not None:
             on_allocate(self.nbytes)
+        where = "cpu" if device.memory == "dram" else f"cuda:{device.number}"
         self._allocation = transport.allocate(self.nbytes, memory=device.memory, device=device.number)
+        self.base = self._allocation.region.address
+        self.span = Span(next(iter(sizes), "arena"), self.base, self.nbytes, where)
+        """Its addresses."""
         try:
+            (self.backing,) = backing_of([self.span])
+            """What stood behind them when they were registered."""
             self._registration = transport.register([self._allocation.region])
         except BaseException:
             self._allocation.close()
@@ -64,12 +70,6 @@ class Arena:
         self._pinned = device.lock(self._allocation.region)
         memory = device.bytes_of(self._allocation)
         self.memory: Memory = memory
-        self.base = self._allocation.region.address
-        where = "cpu" if device.memory == "dram" else f"cuda:{device.number}"
-        self.span = Span(next(iter(sizes), "arena"), self.base, self.nbytes, where)
-        """Its addresses."""
-        (self.backing,) = backing_of([self.span])
-        """What stood behind them when they were registered."""
         self.offsets = dict(zip(sizes, offsets, strict=True))
         """Where each buffer starts in it, bytes."""
         self.buffers: dict[str, Memory] = {

@@ -56,6 +56,8 @@ class Arenas:
         The shadow arena that the engine was last installed from, while it holds those bytes.
     new_registrations : int
         Registrations made since this object was.
+    on_drop : callable or None
+        Told each shadow arena that is about to be closed; who serves it to others must stop.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Arenas:
         self._loader: Arena | None = None
         self.new_registrations = 0
         self.served: Arena | None = None
+        self.on_drop: Callable[[Arena], None] | None = None
 
     # -- for one plan
 
@@ -215,8 +218,7 @@ class Arenas:
             self._shadows = [a for a in self._shadows if a not in hit]
             self._current = len(self._shadows) if self._swaps else 0
             self.served = self.served if self.served in self._shadows else None
-            for given_up in hit:
-                given_up.close()
+            self._close(hit)
         for what, arena in (("staging", self._staging), ("meta", self._meta), ("loader", self._loader)):
             if arena in arenas:
                 self._drop(what)
@@ -245,12 +247,17 @@ class Arenas:
         self.new_registrations += 1
         return made
 
+    def _close(self, shadows: Sequence[Arena]) -> None:
+        for arena in shadows:
+            if self.on_drop is not None:
+                self.on_drop(arena)
+            arena.close()
+
     def _drop(self, *what: str) -> None:
         if "shadow" in what:
             shadows, self._shadows, self._current = self._shadows, [], 0
             self.served = None
-            for arena in shadows:
-                arena.close()
+            self._close(shadows)
         if "staging" in what and self._staging is not None:
             self._staging.close()
             self._staging = None

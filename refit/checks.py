@@ -37,7 +37,7 @@ class Landing:
     """Where a piece of a cell lies after the read: ``shape`` at ``offset`` of a buffer (-1: staging), in bytes.
 
     ``inner`` is how many contiguous bytes an element of ``shape`` has, and ``at`` where the piece goes in the cell
-    (as a slice per dim of ``shape``; empty where it is the whole cell).
+    (as a slice per dim of ``shape``, with a step where other pieces lie between; empty where it is the whole cell).
     """
 
     buffer: int
@@ -112,6 +112,7 @@ def build_checks(plan: Plan) -> Checks:
     grids = tuple(CellGrid.of(part) for part in parts)
     checks: list[Check] = []
     covered: dict[tuple[int, int], list[_Part]] = {}
+    staged: set[tuple[int, int, int, int]] = set()
     for block in _blocks_of(plan):
         part, grid = parts[block.holder], grids[block.holder]
         cells = _Cells.of(part, block.row)
@@ -135,9 +136,13 @@ def build_checks(plan: Plan) -> Checks:
                         block.dst_offset + int(((cells.start[k] - lo) * strides).sum()) if strides else block.dst_offset
                     )
                     landing, wave = Landing(block.buffer, at, cells.shape_of(k), strides, cells.item), -1
-                checks.append(cells.check(block.holder, first, k, wave, (landing,)))
-            known = covered.setdefault((block.holder, first + k), [])
-            known.append(_Part(cells, k, first, lo, hi, block, strides, bool(inside[k]), dense and block.staging < 0))
+                key = (block.holder, first + k, wave, at)
+                if wave < 0 or key not in staged:  # one span may serve several blocks
+                    checks.append(cells.check(block.holder, first, k, wave, (landing,)))
+                    staged.add(key)
+            part = _Part(cells, k, first, lo, by, n, block, strides, bool(inside[k]), block.staging < 0)
+            if dense or part.within()[1].all():  # else it steps over the cell
+                covered.setdefault((block.holder, first + k), []).append(part)
     partial: list[tuple[int, int]] = []
     for key, found in covered.items():
         if any(part.whole for part in found):
@@ -222,36 +227,59 @@ class _Cells:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A block that covers a cell, wholly or in part; ``usable`` if its bytes stay where they land."""
+    """A block that takes elements of a cell, all or some; ``usable`` if its bytes stay where they land.
+
+    Along each dim it takes ``lo, lo + by, ...``, ``n`` of them, in the units of its `_Cells`.
+    """
 
     cells: _Cells
     k: int
     first: int
     lo: Int64
-    hi: Int64
+    by: Int64
+    n: Int64
     block: _Block
     strides: tuple[int, ...]
     whole: bool
     usable: bool
+
+    def within(self) -> tuple[Int64, Int64]:
+        """Of its elements along each dim: the first that lies in the cell, and how many do (none: 0)."""
+        start, end = self.cells.start[self.k], self.cells.start[self.k] + self.cells.shape[self.k]
+        skipped = np.maximum(-((self.lo - start) // self.by), 0)
+        stop = np.minimum(-((self.lo - end) // self.by), self.n)
+        return skipped, np.maximum(stop - skipped, 0)
 
 
 def _assembled(holder: int, found: Sequence[_Part]) -> Check | None:
     """A check of several pieces if the parts cover the cell exactly once, else None."""
     one = found[0]
     cells, k = one.cells, one.k
-    start, end = cells.start[k], cells.start[k] + cells.shape[k]
-    boxes: list[tuple[Int64, Int64]] = []
+    origin = cells.start[k]
+    pieces: list[tuple[slice, ...]] = []
     landings: list[Landing] = []
+    n_elems = 0
     for part in found:
+        skipped, n = part.within()
         if not part.usable:
             return None
-        lo, hi = np.maximum(part.lo, start), np.minimum(part.hi, end)
-        boxes.append((lo, hi))
-        offset = part.block.dst_offset + int(((lo - part.lo) * part.strides).sum())
-        at = tuple(slice(a, b) for a, b in zip((lo - start).tolist(), (hi - start).tolist(), strict=True))
-        landings.append(Landing(part.block.buffer, offset, tuple((hi - lo).tolist()), part.strides, cells.item, at))
-    if sum(math.prod((hi - lo).tolist()) for lo, hi in boxes) != math.prod(cells.shape_of(k)):
+        offset = part.block.dst_offset + int((skipped * part.strides).sum())
+        begin = (part.lo + skipped * part.by - origin).tolist()
+        steps = np.where(n > 1, part.by, 1).tolist()
+        at = tuple(slice(a, a + (m - 1) * s + 1, s) for a, m, s in zip(begin, n.tolist(), steps, strict=True))
+        pieces.append(at)
+        n_elems += math.prod(n.tolist())
+        landings.append(Landing(part.block.buffer, offset, tuple(n.tolist()), part.strides, cells.item, at))
+    if n_elems != math.prod(cells.shape_of(k)):
         return None
-    if any(bool(((a < d) & (c < b)).all()) for (a, b), (c, d) in itertools.combinations(boxes, 2)):
+    if any(_may_meet(a, b) for a, b in itertools.combinations(pieces, 2)):
         return None
     return cells.check(holder, one.first, k, -1, tuple(landings))
+
+
+def _may_meet(one: Sequence[slice], other: Sequence[slice]) -> bool:
+    """False if two stepped boxes share no element; True if they may."""
+    return all(
+        a.start < b.stop and b.start < a.stop and (a.start - b.start) % math.gcd(a.step, b.step) == 0
+        for a, b in zip(one, other, strict=True)
+    )

@@ -11,8 +11,10 @@ An address outlives its memory where an allocator unmaps without giving up the r
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
+from collections.abc import Iterator
 from functools import cache
 from typing import Protocol
 
@@ -35,6 +37,22 @@ _INVALID_VALUE = 1
 
 class DriverLibrary(Protocol):
     """The entries of ``libcuda`` that are used; each returns a CUresult, 0 for success."""
+
+    def cuInit(self, flags: int) -> int:  # noqa: N802
+        """Initialise the driver; does nothing where that was done."""
+        ...
+
+    def cuDevicePrimaryCtxRetain(self, context: object, device: object) -> int:  # noqa: N802
+        """The context that the CUDA runtime, and so torch, uses on a device."""
+        ...
+
+    def cuCtxPushCurrent_v2(self, context: object) -> int:  # noqa: N802
+        """Make a context the calling thread's current one."""
+        ...
+
+    def cuCtxPopCurrent_v2(self, context: object) -> int:  # noqa: N802
+        """Make the one before it current again."""
+        ...
 
     def cuDeviceGet(self, device: object, ordinal: int) -> int:  # noqa: N802
         """The handle of a device by its ordinal."""
@@ -74,7 +92,7 @@ def load_driver() -> DriverLibrary:
 
 
 class CudaDriver:
-    """One GPU, seen through the driver. The calling thread's current context must be the GPU's.
+    """One GPU, seen through the driver, from any thread: each call is made in the GPU's primary context.
 
     Parameters
     ----------
@@ -88,7 +106,11 @@ class CudaDriver:
         self.number = number
         self._library = library if library is not None else load_driver()
         device = ctypes.c_int(0)
+        self._context = ctypes.c_void_p()
+        self._check(self._library.cuInit(0), "cuInit")
         self._check(self._library.cuDeviceGet(ctypes.byref(device), number), "cuDeviceGet")
+        retained = self._library.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), device)
+        self._check(retained, "cuDevicePrimaryCtxRetain")  # for as long as the process lives, as torch does
         self.ordered = self._attribute(device, _WRITES_ORDERING) >= _ORDERED_FOR_OWNER
         """Whether the GPU sees peers' writes in order by itself, so that no flush is needed."""
         self.can_flush = bool(self._attribute(device, _FLUSH_OPTIONS) & _OPTION_HOST)
@@ -108,7 +130,8 @@ class CudaDriver:
             If the driver refuses: the bytes must not be used.
         """
         if self.can_flush and not self.ordered:
-            result = self._library.cuFlushGPUDirectRDMAWrites(_TARGET_CURRENT_CONTEXT, _SCOPE_OWNER)
+            with self._current():
+                result = self._library.cuFlushGPUDirectRDMAWrites(_TARGET_CURRENT_CONTEXT, _SCOPE_OWNER)
             self._check(result, "cuFlushGPUDirectRDMAWrites")
 
     def backing(self, address: int) -> int | None:
@@ -143,15 +166,26 @@ class CudaDriver:
             If it is in none.
         """
         base, nbytes = ctypes.c_uint64(0), ctypes.c_size_t(0)
-        result = self._library.cuMemGetAddressRange_v2(
-            ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address)
-        )
+        with self._current():
+            result = self._library.cuMemGetAddressRange_v2(
+                ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address)
+            )
         self._check(result, f"cuMemGetAddressRange of {address:#x}")
         return base.value, nbytes.value
 
+    @contextlib.contextmanager
+    def _current(self) -> Iterator[None]:
+        """The GPU's context as the calling thread's: a thread that is new has none."""
+        self._check(self._library.cuCtxPushCurrent_v2(self._context), "cuCtxPushCurrent")
+        try:
+            yield
+        finally:
+            self._check(self._library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())), "cuCtxPopCurrent")
+
     def _of_pointer(self, attribute: int, address: int, value: ctypes.c_int | ctypes.c_uint64) -> int | None:
         """An attribute of an address; None where the driver does not know the one or the other."""
-        result = self._library.cuPointerGetAttribute(ctypes.byref(value), attribute, ctypes.c_uint64(address))
+        with self._current():
+            result = self._library.cuPointerGetAttribute(ctypes.byref(value), attribute, ctypes.c_uint64(address))
         if result == _INVALID_VALUE:
             return None
         self._check(result, f"pointer attribute {attribute} of {address:#x}")

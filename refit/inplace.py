@@ -166,6 +166,7 @@ class InPlacePublisher:
         if self._uid:
             raise PublishError(f"slot {self.slot!r} offers version {self._uid} in place; fence it before the next one")
         require_mapped(self._spans, f"slot {self.slot!r}", way_out=_WAKE, registered=self._backing)
+        self._counters = self._versions()  # first, so that a write while they are digested is seen by the fence
         self._device.quiesce()  # what other streams are still writing belongs to the version
         root, roots = b"", {}
         if self._digests:
@@ -173,7 +174,6 @@ class InPlacePublisher:
             root = root_of(out)
             roots = {str(g): root_of(out[cells], key) for g, (cells, key) in self._groups.items()}
             roots |= alias_roots(self._part, self._grid, out, self._aliases, slot=self.slot)
-        self._counters = self._versions()
         self._seqlock.commit(epoch, step)
         self._offering.offer(
             version,

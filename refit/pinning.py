@@ -32,12 +32,16 @@ class CudaRuntimeLibrary(Protocol):
 
 
 def load_runtime() -> CudaRuntimeLibrary | None:
-    """Torch's CUDA runtime, or None where torch or a GPU is missing."""
+    """Torch's CUDA runtime, or None where torch or a GPU is missing, or cannot be initialised."""
     try:
         torch = require("torch", extra="torch")
     except MissingDependencyError:
         return None
-    library: CudaRuntimeLibrary | None = torch.cuda.cudart() if torch.cuda.is_available() else None
+    try:
+        library: CudaRuntimeLibrary | None = torch.cuda.cudart() if torch.cuda.is_available() else None
+    except RuntimeError as error:
+        logger.warning("the CUDA runtime cannot be initialised: %s", error)
+        return None
     return library
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Backing", "Span", "backing_of", "require_awake", "require_mapped", "span_of", "spans_of"]
+__all__ = ["Backing", "LiveWeights", "Span", "backing_of", "require_mapped", "span_of", "spans_of"]
 
 MAPS = "/proc/self/maps"
 Backing = tuple[int, int] | None
@@ -161,23 +161,40 @@ def require_mapped(
     return now
 
 
-def require_awake(engine: object, whose: str, *, drivers: Callable[[int], CudaDriver] | None = None) -> None:
-    """Raise unless an engine's live weights are in memory, as far as it says where they are.
+class LiveWeights:
+    """An engine's weights, wherever they are; asked of it anew when its memory has changed.
 
     Parameters
     ----------
     engine
-        May have ``live_spans() -> Sequence[Span]``, as those in `reshard.refit.engines` have.
-
-    Raises
-    ------
-    UnmappedMemoryError
-        Naming the first parameter that is not.
+        May have ``live_spans() -> Sequence[Span]``, as those in `reshard.refit.engines` have; else nothing is known.
+    whose
+        Begins messages: ``"member 'tp0'"``.
     """
-    say = getattr(engine, "live_spans", None)
-    if callable(say):
+
+    def __init__(self, engine: object, whose: str) -> None:
+        self._engine, self._whose = engine, whose
+        self._spans: list[Span] = []
+        self._as_of: bytes | None = None
+
+    def require_mapped(self, signature: bytes) -> None:
+        """Raise unless they are in memory.
+
+        Parameters
+        ----------
+        signature
+            The engine's; what it said of its memory holds as long as this stays the same.
+
+        Raises
+        ------
+        UnmappedMemoryError
+            Naming the first parameter that is not.
+        """
+        if signature != self._as_of:
+            say = getattr(self._engine, "live_spans", None)
+            self._spans, self._as_of = list(say()) if callable(say) else [], signature
         way_out = "wake it up before the refit (vLLM: wake_up(tags=['weights']))"
-        require_mapped(say(), whose, way_out=way_out, drivers=drivers)
+        require_mapped(self._spans, self._whose, way_out=way_out)
 
 
 def _describe(spans: Sequence[Span]) -> str:

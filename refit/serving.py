@@ -14,6 +14,7 @@ cast, computed or scattered on its way.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from types import TracebackType
@@ -35,6 +36,7 @@ from reshard.refit.offering import Offering
 from reshard.refit.preface import Preface, digest_region_bytes
 from reshard.refit.published import Published
 from reshard.refit.rechecking import recheck
+from reshard.rendezvous.errors import RendezvousError
 from reshard.rendezvous.types import VersionKey
 
 if TYPE_CHECKING:
@@ -44,6 +46,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 __all__ = ["ServeOn", "shards_in_place"]
+
+_RETRACT_S = 2.0
+"""A service that does not answer must not cost a refit its time."""
 
 Int64 = npt.NDArray[np.int64]
 
@@ -140,6 +145,7 @@ class ServeOn:
         self._arena: Arena | None = None
         self._meta: Arena | None = None
         receiver.bench.on_overwrite = self._overwrite
+        receiver.reader.arenas.on_drop = self._dropped
 
     def publish(self, *, timeout_s: float) -> Published:
         """Offer the version that is served now; where it is offered already, nothing is done again.
@@ -169,6 +175,11 @@ class ServeOn:
                 f"member {r.member!r}: no shadow buffers hold what is served (install mode {r.install_mode!r}, or "
                 "a refit "
                 "has failed since)"
+            )
+        if r.bench.selection and not self._partial:
+            raise PublishError(
+                f"member {r.member!r}: the last refit took a selection ({', '.join(map(repr, r.bench.selection))}), so "
+                "that the buffers hold only a part of the version; refit in full, or give partial=True"
             )
         shards, refused = shards_in_place(planned.plan, arena.offsets)
         if refused and not self._partial:
@@ -203,6 +214,8 @@ class ServeOn:
                 memory=device.memory,
                 device=device.number,
                 empty=not shards,
+                # Boxes follow the trainer's cuts and the replicas that were read: they may be others at each version.
+                layout_epoch=version.step + 1,
                 hold=self._hold,
             )
         except BaseException:
@@ -257,6 +270,7 @@ class ServeOn:
     def close(self) -> None:
         """Withdraw the offer without waiting, and leave the rendezvous. Idempotent."""
         self._receiver.bench.on_overwrite = None
+        self._receiver.reader.arenas.on_drop = None
         self._offering.close()
         self._uid = ""
         meta, self._meta, self._arena = self._meta, None, None
@@ -272,3 +286,13 @@ class ServeOn:
     def _overwrite(self, arena: Arena, deadline: Deadline) -> None:
         if self._uid and arena is self._arena:
             self.fence(timeout_s=min(self._fence_timeout_s, deadline.remaining("fence of what is served on")))
+
+    def _dropped(self, arena: Arena) -> None:
+        """The arena is about to be closed, since another plan needs other buffers: admit no new readers to it.
+
+        Present ones find its memory withdrawn. A service that is out of reach withdraws the offer with this worker.
+        """
+        if self._uid and arena is self._arena:
+            with contextlib.suppress(RendezvousError):
+                self._offering.rendezvous.close_admission(self._uid, timeout_s=_RETRACT_S)
+            logger.info("member %s: what it served on is no longer kept; the offer is ended", self._receiver.member)

@@ -18,7 +18,7 @@ from reshard.planner.dtypes import BY_CODE
 from reshard.planner.errors import require
 from reshard.refit import settings
 from reshard.refit.checks import STAGING, Check
-from reshard.refit.cuda_driver import CudaDriver
+from reshard.refit.cuda_driver import driver_of
 from reshard.refit.digests_torch import digest_cells
 from reshard.refit.engines.places import torch_dtype
 from reshard.refit.errors import RefitError
@@ -93,8 +93,7 @@ class CudaRuntime:
 
         self._torch_stream = torch.cuda.Stream(device=number)  # type: ignore[no-untyped-call]
         self._number = number
-        with torch.cuda.device(number):
-            self._driver = CudaDriver(number)
+        self._driver = driver_of(number)
 
     def on_stream(self) -> AbstractContextManager[object]:
         """See `Runtime.on_stream`."""
@@ -114,10 +113,7 @@ class CudaRuntime:
 
     def flush(self) -> None:
         """See `Runtime.flush`."""
-        import torch
-
-        with torch.cuda.device(self._number):
-            self._driver.flush()
+        self._driver.flush()
 
 
 class TorchDevice:
@@ -322,7 +318,9 @@ class TorchDevice:
             source = Strided(piece.offset, piece.shape, piece.strides, piece.inner)
             first = [s.start for s in piece.at] or [0] * len(check.shape)
             at = sum(a * s for a, s in zip(first, whole.strides, strict=True))
-            target = Strided(at, piece.shape, whole.strides, piece.inner)
+            steps = [s.step or 1 for s in piece.at] or [1] * len(check.shape)
+            strides = tuple(a * s for a, s in zip(steps, whole.strides, strict=True))
+            target = Strided(at, piece.shape, strides, piece.inner)
             copy_runs(self._own(buffers[piece.buffer]), source, into, target)
 
     def _own(self, memory: Memory) -> torch.Tensor:

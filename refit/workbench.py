@@ -8,21 +8,22 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.planner.cuts import cuts
 from reshard.refit.arena import Arena, require_arenas
+from reshard.refit.bench_settings import BenchSettings
 from reshard.refit.checks import Checks, build_checks
 from reshard.refit.clock import StageClock
 from reshard.refit.deadline import Deadline
-from reshard.refit.engine import Captured, Engine, InstallMode, StreamEngine
+from reshard.refit.engine import Captured, Engine, StreamEngine
 from reshard.refit.errors import RefitError, UnmappedMemoryError
-from reshard.refit.planning import Gate, Planned, manifest_of, plan_refit, topology_digest, with_holders
+from reshard.refit.planning import Planned, manifest_of, plan_refit, topology_digest, with_holders
 from reshard.refit.reader import Reader
 from reshard.refit.rechecking import TrustedDigests, keep_digests
 from reshard.refit.records import DiscoveryRecord, emit
-from reshard.refit.residency import require_awake
+from reshard.refit.residency import LiveWeights
 from reshard.refit.streaming import Streamer, StreamPart
 from reshard.refit.trust import require_trusted
 from reshard.refit.verify import Mode
@@ -30,7 +31,7 @@ from reshard.rendezvous.errors import RendezvousError
 from reshard.transports.errors import TransferTimeoutError
 
 if TYPE_CHECKING:
-    from reshard.planner import PlanOptions, ShardPart
+    from reshard.planner import ShardPart
     from reshard.refit.devices import Memory
     from reshard.rendezvous import Manifest, Rendezvous
     from reshard.transports import Transport
@@ -42,22 +43,6 @@ __all__ = ["BenchSettings", "Workbench"]
 _QUARANTINE_S = 10.0
 _HINTS_S = 2.0
 """Cut hints are an offer; a service that does not answer must not cost the refit its time."""
-
-
-@dataclass(frozen=True, slots=True)
-class BenchSettings:
-    """How one rank plans, checks and installs; see `reshard.refit.receiver.Receiver` for each."""
-
-    model: str
-    group: str
-    member: str
-    rank: int
-    options: PlanOptions
-    gate: Gate
-    install_mode: InstallMode
-    stream_bytes: int
-    verify: Mode
-    cut_hints: bool
 
 
 class Workbench:
@@ -79,8 +64,13 @@ class Workbench:
         self.on_overwrite: Callable[[Arena, Deadline], None] | None = None
         self.trusted: TrustedDigests | None = None
         """The trainer's digests of what the engine was last installed from, where they were read."""
+        self.selection: tuple[str, ...] = ()
+        """Which sources the engine was last installed with (``only=``); empty for all."""
+        self._planned_for: tuple[str, ...] = ()
         self._streamer: Streamer | None = None
+        self._streams_with: Mode = settings.verify
         self._signature = b""
+        self._live = LiveWeights(engine, f"member {settings.member!r}")
 
     def tables(self, manifest: Manifest, deadline: Deadline) -> dict[bytes, ShardPart]:
         """The parts of a manifest's slots."""
@@ -119,10 +109,12 @@ class Workbench:
 
         It is new where a table, the selection, the options or the engine's memory has changed since the last plan.
         """
-        self.require_mapped()
-        topology = topology_digest(manifest, only, self.settings.options, without)
         signature = self.engine.signature()
-        if self.planned is not None and self.planned.topology == topology and signature == self._signature:
+        self.require_mapped(signature)
+        topology = topology_digest(manifest, only, self.settings.options, without)
+        self._planned_for = tuple(only)
+        same = self.planned is not None and self.planned.topology == topology and signature == self._signature
+        if same and self.planned is not None and (self.checks is not None or not self._wants_checks):
             return self.planned, False
         parts = self.tables(manifest, deadline)
         sources = with_holders(manifest, parts)
@@ -164,7 +156,7 @@ class Workbench:
         self.planned = None
         self.drop_streamer()
         if self.settings.install_mode == "shadow":
-            self.checks = build_checks(planned.plan) if self.settings.verify != "off" else None
+            self.checks = build_checks(planned.plan) if self._wants_checks else None
             n_cells = self.checks.n_cells if self.checks is not None else {}
             self.reader.adopt(planned.plan, n_cells, planned.materialised_buffers)
         self.planned = planned
@@ -173,7 +165,11 @@ class Workbench:
         """Allocate and register what the plan in force needs and is not there yet."""
         if self.settings.install_mode == "shadow":
             self.reader.arenas.allocate()
-        elif self._streamer is None and self.planned is not None:
+            return
+        if self._streams_with != self.settings.verify:
+            self.drop_streamer()
+        if self._streamer is None and self.planned is not None:
+            self._streams_with = self.settings.verify
             self._streamer = Streamer(
                 self.transport,
                 self.reader.links,
@@ -231,7 +227,7 @@ class Workbench:
         self.engine.install(self.reader.arenas.shadow().buffers)
         self.reader.arenas.turn(again=again)
         self._signature = self.engine.signature()
-        self.trusted = None
+        self.trusted, self.selection = None, self._planned_for
         if self.checks is not None and self.planned is not None:
             names = self.planned.plan.buffers.names_list
             self.trusted = keep_digests(self.checks, names, manifest, self.reader.arenas.digests)
@@ -304,17 +300,21 @@ class Workbench:
     def _require_same_memory(self) -> None:
         if self.engine.signature() != self._signature:
             raise RefitError("a parameter was reallocated after this refit was planned")
-        require_awake(self.engine, f"member {self.settings.member!r}")
+        self._live.require_mapped(self._signature)
 
-    def require_mapped(self) -> None:
+    @property
+    def _wants_checks(self) -> bool:
+        """Whether the plan in force must have cells to verify."""
+        return self.settings.install_mode == "shadow" and self.settings.verify != "off"
+
+    def require_mapped(self, signature: bytes) -> None:
         """Raise UnmappedMemoryError for weights and buffers that are not in memory: the engine sleeps, or has slept.
 
         Registered buffers that lost their memory are given up, so that the next refit is cold.
         """
-        whose = f"member {self.settings.member!r}"
-        require_awake(self.engine, whose)
+        self._live.require_mapped(signature)
         try:
-            require_arenas(self.reader.arenas.all(), whose)
+            require_arenas(self.reader.arenas.all(), f"member {self.settings.member!r}")
         except UnmappedMemoryError:
             self.forget()
             raise
@@ -333,13 +333,8 @@ class Workbench:
             self.reader.arenas.served = None
 
     def set_verify(self, mode: Mode) -> None:
-        """Take another mode of verification; what was planned without cells is planned anew when they are asked for."""
-        before, self.settings = self.settings.verify, replace(self.settings, verify=mode)
-        if self.settings.install_mode == "stream":
-            if mode != before:
-                self.drop_streamer()
-        elif mode != "off" and self.planned is not None and self.checks is None:
-            self.forget()
+        """Take another mode of verification, from the next refit on; one that is in doubt may still need the plan."""
+        self.settings = replace(self.settings, verify=mode)
 
     def forget(self) -> None:
         """Let go of the plan, and of all that belongs to it."""

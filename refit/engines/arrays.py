@@ -128,7 +128,7 @@ class ArrayEngine:
         return self._dtypes.get(name) or self._arrays[name].dtype.name
 
     def live_spans(self) -> list[Span]:
-        """Where the arrays lie, for `reshard.refit.residency.require_awake`."""
+        """Where the arrays lie, for `reshard.refit.residency`."""
         return spans_of(self._arrays.items())
 
     # -- the Engine protocol

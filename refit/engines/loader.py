@@ -98,7 +98,7 @@ class LoaderEngine:
         return devices.pop() if len(devices) == 1 else "cpu"
 
     def live_spans(self) -> list[Span]:
-        """Where the live weights lie, for `reshard.refit.residency.require_awake`."""
+        """Where the live weights lie, for `reshard.refit.residency`."""
         return live_spans(self.model)
 
     # -- the Engine protocol

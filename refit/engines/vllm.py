@@ -88,7 +88,7 @@ class VllmEngine:
         return tuple(name for name in self._places if name in self._written)
 
     def live_spans(self) -> list[Span]:
-        """Where the live kernel tensors lie, for `reshard.refit.residency.require_awake`."""
+        """Where the live kernel tensors lie, for `reshard.refit.residency`."""
         return live_spans(self.model)
 
     # -- the Engine protocol

@@ -7,6 +7,7 @@ two kinds apart (registration, rows, table, stream, driver) sees a GPU.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -36,10 +37,46 @@ def on_gpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_subclass(GpuTensor)
 
 
-class FakeLibrary:
+class FakeContexts:
+    """The part of ``libcuda`` that has to do with contexts: what needs one asks `require_context`."""
+
+    PRIMARY = 4242
+
+    def __init__(self) -> None:
+        self.local = threading.local()
+
+    @property
+    def stack(self) -> list[int]:
+        """The calling thread's contexts; none in a new thread."""
+        if not hasattr(self.local, "stack"):
+            self.local.stack = []
+        return self.local.stack
+
+    def require_context(self) -> None:
+        """Fail unless the GPU's context is the calling thread's current one."""
+        assert self.stack[-1:] == [self.PRIMARY], "the driver was asked without the GPU's context"
+
+    def cuInit(self, flags):
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context, device):
+        context._obj.value = self.PRIMARY
+        return 0
+
+    def cuCtxPushCurrent_v2(self, context):
+        self.stack.append(context.value)
+        return 0
+
+    def cuCtxPopCurrent_v2(self, context):
+        context._obj.value = self.stack.pop()
+        return 0
+
+
+class FakeLibrary(FakeContexts):
     """``libcuda`` that knows some segments: base, bytes, and whether memory is behind them."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.segments: dict[int, int] = {}
         self.block: dict[int, int] = {}
         self.rdma_capable = True
@@ -76,6 +113,7 @@ class FakeLibrary:
         return 0
 
     def cuPointerGetAttribute(self, value, attribute, address):
+        self.require_context()
         self.asked.append(attribute)
         if self.failure:
             return self.failure
@@ -95,6 +133,7 @@ class FakeLibrary:
         return 0
 
     def cuMemGetAddressRange_v2(self, base, nbytes, address):
+        self.require_context()
         found = self._base(address.value)
         if found is None:
             return INVALID_VALUE

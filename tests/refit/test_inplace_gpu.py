@@ -137,6 +137,23 @@ def test_a_write_on_the_gpu_under_a_lease_is_seen(library: FakeLibrary) -> None:
             publisher.fence(timeout_s=TIMEOUT_S)
 
 
+def test_a_write_while_the_weights_are_digested_is_seen_by_the_fence(library: FakeLibrary) -> None:
+    """Whoever verifies is told by the digests at most in part; torch's counters are taken before."""
+    trainer = Trainer(library)
+    digest = trainer.gpu.digest_cells
+
+    def digested(rows: object) -> np.ndarray:
+        found = digest(rows)  # type: ignore[arg-type]
+        trainer.live["c"].add_(1)
+        return found
+
+    trainer.gpu.digest_cells = digested  # type: ignore[method-assign, assignment]
+    with trainer.publisher() as publisher:
+        publisher.publish(epoch=0, step=0, timeout_s=TIMEOUT_S)
+        with pytest.raises(PublishError, match="'c' was written while it was offered"):
+            publisher.fence(timeout_s=TIMEOUT_S)
+
+
 def test_the_fence_waits_for_leases(library: FakeLibrary) -> None:
     trainer = Trainer(library)
     with trainer.publisher() as publisher:

@@ -14,7 +14,7 @@ from reshard.refit import rechecking, serving
 from reshard.refit.adapters.numpy_arrays import local_tensors
 from reshard.refit.engines.arrays import ArrayEngine
 from reshard.refit.engines.torch_module import TorchModuleEngine
-from reshard.refit.errors import UnverifiedError, VerificationError
+from reshard.refit.errors import PublishError, UnverifiedError, VerificationError
 from reshard.refit.receiver import Receiver
 from reshard.refit.serving import ServeOn
 from reshard.refit.torch_device import TorchDevice
@@ -29,6 +29,11 @@ def hinted(**settings: object) -> Cluster:
     cluster.publish(1, weights(1), layout_epoch=cluster.publishers[0].newest_layout_epoch())
     cluster.refit_ok(1)
     return cluster
+
+
+def states(cluster: Cluster, model: str = "m@g") -> list[str]:
+    """The states of what is served on."""
+    return [v.state for v in cluster.rendezvous.describe().versions if v.version.model == model]
 
 
 def offers(cluster: Cluster, model: str = "m@g") -> list[int]:
@@ -210,3 +215,62 @@ def test_digests_without_their_root_are_not_kept() -> None:
         cluster.rendezvous.release_lease(manifest.lease)
         for p in publishers:
             p.close()
+
+
+def test_a_selection_is_not_the_version() -> None:
+    """After ``only=`` the buffers hold a part of the version: offered as a whole it would leave a replica with less."""
+    with tp_cluster() as cluster:
+        cluster.publish(0, weights(0))
+        cluster.refit_ok(0, only=["norm"])
+        with ServeOn(cluster.receivers[0]) as served, pytest.raises(PublishError, match=r"took a selection \('norm'\)"):
+            served.publish(timeout_s=TIMEOUT_S)
+        with ServeOn(cluster.receivers[0], partial=True) as served:
+            assert served.publish(timeout_s=TIMEOUT_S).wire_bytes == weights(0)["norm"].nbytes
+        cluster.publish(1, weights(1))
+        cluster.refit_ok(1)
+        with ServeOn(cluster.receivers[0]) as served:
+            served.publish(timeout_s=TIMEOUT_S)
+
+
+def test_versions_that_are_cut_differently_are_served_on_one_after_the_other() -> None:
+    """The trainer follows cut hints from its second version on, so that the boxes are others."""
+    with tp_cluster(publisher_settings={"cut_hints": True}) as cluster:
+        served = [ServeOn(r) for r in cluster.receivers]
+        for step in range(3):
+            epoch = cluster.publishers[0].newest_layout_epoch() if step else 0
+            cluster.publish(step, weights(step), layout_epoch=epoch)
+            cluster.refit_ok(step)
+            for s in served:
+                s.publish(timeout_s=TIMEOUT_S)
+            assert states(cluster)[-1] == "ready"
+        for s in served:
+            s.close()
+
+
+def test_buffers_that_go_take_their_offer_with_them() -> None:
+    """Another plan needs other buffers: those who come for the old ones are told that there are none."""
+    with tp_cluster() as cluster:
+        cluster.publish(0, weights(0))
+        cluster.refit_ok(0)
+        served = [ServeOn(r) for r in cluster.receivers]
+        for s in served:
+            s.publish(timeout_s=TIMEOUT_S)
+        assert states(cluster) == ["ready"]
+        cluster.refit_ok(0, only=["norm"])
+        assert states(cluster) != ["ready"]
+        for s in served:
+            s.close()
+
+
+@pytest.mark.parametrize("install", ["shadow", "stream"])
+def test_another_mode_of_verification_keeps_what_a_doubt_may_need(install: str) -> None:
+    """A rank in doubt may have to install what it has: the mode is taken at the next refit, not at once."""
+    with tp_cluster(receiver_settings={"verify": "off", "install": install}) as cluster:
+        cluster.publish(0, weights(0))
+        cluster.refit_ok(0)
+        for r in cluster.receivers:
+            before = (r.bench.planned, r.bench._streamer, r.reader.arenas.all())
+            r.verify = "full"
+            assert (r.bench.planned, r.bench._streamer, r.reader.arenas.all()) == before
+            assert before[0] is not None
+        assert all(report.verified_bytes > 0 for report in cluster.refit_ok(0))

@@ -6,6 +6,7 @@ Without the check each of these ends the process with a segmentation fault, or r
 from __future__ import annotations
 
 import mmap
+import threading
 
 import numpy as np
 import pytest
@@ -14,14 +15,16 @@ from tests.refit.cluster import TIMEOUT_S, Cluster, holds, tp_engine, weights
 from tests.refit.fake_gpu import FakeLibrary, driver
 from tests.refit.naps import Napping
 
-from reshard.refit import residency
+from reshard.refit import arena, residency
 from reshard.refit.adapters.numpy_arrays import local_tensors
+from reshard.refit.arena import Arena
 from reshard.refit.engines.arrays import ArrayEngine
 from reshard.refit.engines.torch_module import TorchModuleEngine
 from reshard.refit.errors import QuarantinedError, RefitAborted, RefitError, UnmappedMemoryError
 from reshard.refit.inplace import InPlacePublisher
-from reshard.refit.residency import Span, backing_of, require_mapped, span_of
+from reshard.refit.residency import LiveWeights, Span, backing_of, require_mapped, span_of
 from reshard.rendezvous.errors import RendezvousError
+from reshard.transports import open_transport
 
 PAGE = mmap.PAGESIZE
 
@@ -63,6 +66,54 @@ def test_a_gpus_driver_is_asked_for_both_ends() -> None:
     library.segments[one.data_ptr()] = 32  # its end belongs to nobody
     assert backing_of([span], drivers=lambda n: driver(library)) == [None]
     assert backing_of([Span("v", two.data_ptr(), 64, "cuda:1")], drivers=lambda n: driver(library)) != [None]
+
+
+def test_the_driver_is_asked_from_any_thread_and_leaves_no_context_behind() -> None:
+    """A new thread has no context, and some queries fail without one; asyncio's calls come from such threads."""
+    library = FakeLibrary()
+    tensor = library.add(torch.zeros(64, dtype=torch.uint8))
+    made = driver(library)
+    told: list[object] = []
+
+    def ask() -> None:
+        told.append((made.backing(tensor.data_ptr()), made.allocation_of(tensor.data_ptr() + 8), list(library.stack)))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join(10.0)
+    assert told == [(100, (tensor.data_ptr(), 64), [])]
+    library.failure = 700
+    with pytest.raises(RefitError):
+        made.backing(tensor.data_ptr())
+    assert library.stack == []
+
+
+def test_an_arena_whose_memory_cannot_be_asked_for_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(spans: object) -> None:
+        raise RefitError("the driver does not answer")
+
+    monkeypatch.setattr(arena, "backing_of", fails)
+    wire = open_transport("memory")
+    before = wire.endpoint()
+    with pytest.raises(RefitError, match="does not answer"):
+        Arena(wire, {"a": 100})
+    assert wire.endpoint() == before, "nothing is registered"
+    wire.close()
+
+
+def test_where_weights_lie_is_asked_again_when_they_move() -> None:
+    asked: list[int] = []
+
+    class Engine:
+        def live_spans(self) -> list[Span]:
+            asked.append(1)
+            return []
+
+    live = LiveWeights(Engine(), "x")
+    for signature in (b"", b"a", b"a", b"b", b"b"):
+        live.require_mapped(signature)
+    assert len(asked) == 3
+    LiveWeights(object(), "x").require_mapped(b"")
 
 
 def test_an_older_driver_has_buffer_ids_alone() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 
 import numpy as np
@@ -12,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.reference import Scenario
 from tests.refit.cluster import Cluster
-from tests.refit.fake_gpu import RecordingRuntime
+from tests.refit.fake_gpu import FakeContexts, RecordingRuntime
 from tests.strategies import read_table, scenarios, shard_table
 
 from reshard.planner import PlanOptions, plan
@@ -283,10 +282,11 @@ def test_the_sentinel_on_a_device() -> None:
     require_delivered(device, memory, ())
 
 
-class FakeDriver:
+class FakeDriver(FakeContexts):
     """``libcuda`` with given attributes."""
 
     def __init__(self, *, options: int, ordering: int, flush_result: int = 0) -> None:
+        super().__init__()
         self.attributes = {117: options, 118: ordering}
         self.flush_result = flush_result
         self.flushed: list[tuple[int, int]] = []
@@ -300,6 +300,7 @@ class FakeDriver:
         return 0
 
     def cuFlushGPUDirectRDMAWrites(self, target, scope):
+        self.require_context()
         self.flushed.append((target, scope))
         return self.flush_result
 
