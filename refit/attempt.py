@@ -75,13 +75,17 @@ class Attempt:
             getting = self._getting = Acquisition(r, found, self._account, self.machine, self._only, self._sentinel)
             planned = getting.obtain(self._deadline)
             if r.install_mode == "shadow":
-                self._release()
+                self._release()  # its answer is waited for together with the votes
             self._account.clock.enter("vote")
         except BaseException as error:
             self._say_no(error)
             raise
         self.machine.advance(RefitStage.PREPARED)
-        facts = self._vote(found, planned)
+        try:
+            facts = self._vote(found, planned)
+        finally:
+            if r.install_mode == "shadow":
+                found.release(self._deadline.left_s)
         self._decided(found, getting, planned, facts)
         return self._account.report(found.manifest, planned)
 
@@ -113,7 +117,7 @@ class Attempt:
         if self._receiver.one_shot:
             self._receiver.reader.links.close()
         if self._found is not None:
-            self._found.release(self._deadline.left_s)
+            self._found.begin_release(self._deadline.left_s)
 
     def _say_no(self, error: BaseException) -> None:
         """Leave nothing behind: broken peers, poisoned memory, lease; and let the group abort."""
@@ -196,6 +200,7 @@ class Attempt:
         if facts.decision is Decision.ABORT:
             self.machine.fail()
             self._release()
+            found.release(self._deadline.left_s)
             r.standing.restore()
             self._resume()
             self._emit("aborted")
@@ -212,7 +217,7 @@ class Attempt:
             if r.install_mode == "shadow":
                 r.bench.install(found.manifest, again=not r.one_shot)
             else:
-                self._stream(getting, planned)
+                self._stream(found, getting, planned)
             self._account.clock.enter("check")
             r.bench.check_installed()
             self.machine.advance(RefitStage.VERIFIED)
@@ -226,7 +231,7 @@ class Attempt:
             outcome = self._agreement(found).ask(self._deadline, outcome=True)
         self._finish(found, outcome)
 
-    def _stream(self, getting: Acquisition, planned: Planned) -> None:
+    def _stream(self, found: Discovery, getting: Acquisition, planned: Planned) -> None:
         """Read, verify and write part after part, under the lease."""
         r = self._receiver
         for part in r.bench.stream_parts():
@@ -234,6 +239,7 @@ class Attempt:
             self._account.clock.enter("install")
             read.write(r.bench.stream_engine())
         self._release()
+        found.release(self._deadline.left_s)
 
     def _failed_install(self, found: Discovery, error: BaseException) -> None:
         """Say that it failed, and serve nothing."""

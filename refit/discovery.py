@@ -81,6 +81,11 @@ class Discovery:
             ended,
         )
 
+    def begin_release(self, left_s: float) -> None:
+        """Send the lease back, if it is still held, and go on; see `LeaseKeeper.begin_release`."""
+        if self._keeper is not None:
+            self._keeper.begin_release(left_s)
+
     def release(self, left_s: float) -> None:
         """Give the lease back, if it is still held; see `LeaseKeeper.release`."""
         if self._keeper is not None:

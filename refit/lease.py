@@ -40,7 +40,7 @@ class LeaseKeeper:
         self._margin_s = max(lease.ttl_s / 10, 0.05) if margin_s is None else margin_s
         self._stop = threading.Event()
         self._lock = threading.Lock()
-        self._released = False
+        self._goodbye: threading.Thread | None = None
         self._thread = threading.Thread(target=self._renew, name="reshard-lease", daemon=True)
         self._thread.start()
 
@@ -70,24 +70,35 @@ class LeaseKeeper:
             return f"it ended before the last read did: {error}"
         return ""
 
-    def release(self, left_s: float = _GOODBYE_S) -> None:
-        """Stop renewing and release; idempotent. A service that is out of reach lets it expire.
+    def begin_release(self, left_s: float = _GOODBYE_S) -> None:
+        """Stop renewing and send the release, without waiting for its answer; idempotent.
 
         Parameters
         ----------
         left_s
-            Seconds that the caller has left. At most so many, and `_GOODBYE_S`, are spent here, but half a one even if
-            there are none.
+            Seconds that the caller has left. At most so many, and `_GOODBYE_S`, are given to the service, but half a
+            one even if there are none. A service that is out of reach lets the lease expire.
         """
         self._stop.set()
-        if self._released:
-            return
-        self._released = True
+        if self._goodbye is None:
+            within_s = min(max(left_s, 0.5), _GOODBYE_S)
+            self._goodbye = threading.Thread(
+                target=self._release, args=(within_s,), name="reshard-lease-end", daemon=True
+            )
+            self._goodbye.start()
+
+    def release(self, left_s: float = _GOODBYE_S) -> None:
+        """`begin_release`, and wait for the end of it; idempotent."""
+        self.begin_release(left_s)
+        if self._goodbye is not None:
+            self._goodbye.join(min(max(left_s, 0.5), _GOODBYE_S))
+        self._thread.join(timeout=min(max(left_s, 0.1), 1.0))
+
+    def _release(self, within_s: float) -> None:
         try:
-            self._rendezvous.release_lease(self.lease, timeout_s=min(max(left_s, 0.5), _GOODBYE_S))
+            self._rendezvous.release_lease(self.lease, timeout_s=within_s)
         except RendezvousError as error:
             logger.debug("releasing lease %s: %s", self.lease.id, error)
-        self._thread.join(timeout=min(max(left_s, 0.1), 1.0))
 
     def _renew(self) -> None:
         while not self._stop.wait(self.lease.ttl_s / 3):
