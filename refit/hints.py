@@ -24,7 +24,7 @@ Grid = tuple[tuple[int, ...], ...]
 def merge_hints(hints: CutHints, *, min_box_bytes: int = MIN_BOX_BYTES) -> dict[str, Grid]:
     """Tensor name -> per dim the coordinates of the grid, 0 and the extent included."""
     merged: dict[str, Grid] = {}
-    for number, (_, members) in enumerate(itertools.groupby(hints.hints, key=lambda hint: hint.group)):
+    for _, members in itertools.groupby(hints.hints, key=lambda hint: hint.group):
         own = _union_of(list(members))
         for name, (grid, item_bits) in own.items():
             before = merged.get(name)
@@ -32,7 +32,7 @@ def merge_hints(hints: CutHints, *, min_box_bytes: int = MIN_BOX_BYTES) -> dict[
                 merged[name] = grid
                 continue
             both = tuple(tuple(sorted({*a, *b})) for a, b in zip(before, grid, strict=True))
-            if number == 0 or _smallest_elems(both) * item_bits // 8 >= min_box_bytes:
+            if _smallest_elems(both) * item_bits // 8 >= min_box_bytes:
                 merged[name] = both
     return merged
 
