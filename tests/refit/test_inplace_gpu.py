@@ -13,6 +13,7 @@ from reshard.refit.engines.arrays import ArrayEngine
 from reshard.refit.errors import FenceTimeoutError, PublishError, UnmappedMemoryError, VerificationError
 from reshard.refit.header import HEADER_BYTES, Header
 from reshard.refit.inplace import InPlacePublisher
+from reshard.refit.publisher import Publisher
 from reshard.refit.receiver import Receiver
 from reshard.refit.tensors import LocalTensor
 from reshard.rendezvous import Rendezvous
@@ -229,6 +230,31 @@ def test_tensors_on_several_devices_are_refused(library: FakeLibrary) -> None:
     meta = LocalTensor("z", "float32", (2,), (0,), torch.zeros(2, device="meta"))
     with pytest.raises(PublishError, match="'z' is on meta"):
         trainer.publisher(tensors=[meta])
+
+
+def test_copies_lie_on_the_gpu_with_header_and_digests(library: FakeLibrary) -> None:
+    """A copying publisher's buffers on the GPU: what readers look at is taken there before the version is offered."""
+    trainer = Trainer(library)
+    receiver, engine, _ = trainer.receiver()
+    with (
+        receiver,
+        Publisher(
+            trainer.transport, trainer.rendezvous, model="m", slot="t0", slots=["t0"], device=trainer.gpu
+        ) as publisher,
+    ):
+        for step in range(3):
+            tensors = [LocalTensor(t.name, t.dtype, t.shape, t.start, trainer.live[t.name]) for t in trainer.tensors]
+            publisher.publish(epoch=0, step=step, tensors=tensors, timeout_s=TIMEOUT_S)
+            report = receiver.refit(step, timeout_s=TIMEOUT_S)
+            assert all(np.array_equal(engine[n], t.numpy()) for n, t in trainer.live.items())
+            assert report.verified_bytes == report.received_bytes > 0
+            for t in trainer.live.values():
+                t.add_(1)
+        buffer = publisher._newest
+        assert buffer is not None
+        assert isinstance(buffer.data, torch.Tensor)
+        assert buffer.data.device == torch.device("cuda", NUMBER)
+        assert {(r.memory, r.device) for r in buffer._registration.regions} == {("vram", NUMBER)}
 
 
 def test_host_tensors_take_the_devices_path_too() -> None:

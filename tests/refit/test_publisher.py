@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 
 import numpy as np
@@ -20,6 +21,7 @@ from reshard.refit.errors import PublishError
 from reshard.refit.header import SeqLock
 from reshard.refit.inplace import InPlacePublisher
 from reshard.refit.layout import PackedLayout, WireRule
+from reshard.refit.published import Published
 from reshard.refit.publisher import Publisher
 from reshard.refit.tensors import LocalTensor
 from reshard.rendezvous.errors import RendezvousError
@@ -196,6 +198,27 @@ def test_publishers_that_differ_are_told(other: dict[str, object]) -> None:
 
 
 # -- back-pressure
+
+
+def test_a_publisher_that_waits_goes_on_when_the_reader_is_done() -> None:
+    with tp_cluster(publisher_settings={"buffers": 1}) as cluster:
+        cluster.publish(0, weights(0))
+        manifest = manifest_of(cluster, 0)
+        (first, _) = cluster.publishers
+        done: list[Published] = []
+
+        def publish() -> None:
+            tensors = shards_of(weights(1), 0, 2)
+            done.append(first.publish(epoch=0, step=1, tensors=tensors, timeout_s=TIMEOUT_S))
+
+        thread = threading.Thread(target=publish)
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive()
+        assert first._buffers[0].seqlock.sequence % 2 == 0, "nothing is written while it is read"
+        cluster.rendezvous.release_lease(manifest.lease)
+        thread.join(TIMEOUT_S)
+        assert [p.skipped for p in done] == [False]
 
 
 @pytest.mark.parametrize("buffers", [1, 2])
