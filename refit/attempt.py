@@ -72,6 +72,7 @@ class Attempt:
         try:
             self._account.clock.enter("discover")
             found = self._found = discover(r, version, after, self._only, self._deadline)
+            found.keep(self._deadline)
             getting = self._getting = Acquisition(r, found, self._account, self.machine, self._only, self._sentinel)
             planned = getting.obtain(self._deadline)
             if r.install_mode == "shadow":
@@ -225,7 +226,11 @@ class Attempt:
             self._failed_install(found, error)
             raise
         self._account.clock.enter("serve")
-        outcome = self._agreement(found).installed(None, self._deadline.left_s)
+        try:
+            outcome = self._agreement(found).installed(None, self._deadline.left_s)
+        except BaseException:
+            r.standing.change("in_doubt")
+            raise
         if outcome is None:
             r.standing.change("in_doubt")
             outcome = self._agreement(found).ask(self._deadline, outcome=True)

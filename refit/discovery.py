@@ -40,19 +40,24 @@ class Discovery:
     receiver
         Whose it is.
     manifest
-        The service's answer; its lease is kept alive until `release`, and given back at once where the receiver keeps
-        none.
-    deadline
-        Bounds giving it back.
+        The service's answer. Its lease runs out by itself until `keep` is called.
     """
 
-    def __init__(self, receiver: Receiver, manifest: Manifest, deadline: Deadline) -> None:
+    def __init__(self, receiver: Receiver, manifest: Manifest) -> None:
         self.manifest = manifest
         self._member = receiver.member
+        self._keeps = receiver.lease == "keep"
         self._keeper: LeaseKeeper | None = LeaseKeeper(receiver.rendezvous, manifest.lease)
-        if receiver.lease == "none":
-            self._keeper.release(deadline.left_s)
-            self._keeper = None
+
+    def keep(self, deadline: Deadline) -> None:
+        """Keep the lease alive from now on until `release`; give it back at once where the receiver keeps none."""
+        if self._keeper is None:
+            return
+        if self._keeps:
+            self._keeper.start()
+            return
+        self._keeper.release(deadline.left_s)
+        self._keeper = None
 
     def check_lease(self, deadline: Deadline) -> None:
         """Whether what was read up to now was read under the lease, as far as that matters.
@@ -138,7 +143,7 @@ def discover(
         manifest = r.retry.run(ask, RendezvousUnavailableError, deadline, "discover", share=False)
     except AbortedError as error:
         raise RefitAborted(f"the group does not take the version: {error}; the old weights serve") from error
-    return Discovery(r, manifest, deadline)
+    return Discovery(r, manifest)
 
 
 def _party(group: str, only: Sequence[str]) -> str:

@@ -26,7 +26,10 @@ _GOODBYE_S = 5.0
 
 
 class LeaseKeeper:
-    """Renews one lease until it is released.
+    """Renews one lease, from `start` on until it is released.
+
+    Making one starts nothing: whoever keeps it knows it before anything is under way that must be ended, also where an
+    interrupt (Ctrl-C) comes in between.
 
     Parameters
     ----------
@@ -42,6 +45,9 @@ class LeaseKeeper:
         self._lock = threading.Lock()
         self._goodbye: threading.Thread | None = None
         self._thread = threading.Thread(target=self._renew, name="reshard-lease", daemon=True)
+
+    def start(self) -> None:
+        """Renew from now on; once."""
         self._thread.start()
 
     @property
@@ -90,9 +96,10 @@ class LeaseKeeper:
     def release(self, left_s: float = _GOODBYE_S) -> None:
         """`begin_release`, and wait for the end of it; idempotent."""
         self.begin_release(left_s)
-        if self._goodbye is not None:
+        if self._goodbye is not None and self._goodbye.is_alive():
             self._goodbye.join(min(max(left_s, 0.5), _GOODBYE_S))
-        self._thread.join(timeout=min(max(left_s, 0.1), 1.0))
+        if self._thread.is_alive():
+            self._thread.join(timeout=min(max(left_s, 0.1), 1.0))
 
     def _release(self, within_s: float) -> None:
         try:
