@@ -112,6 +112,13 @@ def kept_old(combination: Combination, survivors: Mapping[str, Status]) -> Itera
                 yield f"{name} is {status} after a refit that failed before the decision, expected serving 0"
 
 
+def settled(survivors: Mapping[str, Status]) -> Iterator[str]:
+    """Once the service can be asked again, who was in doubt has learnt."""
+    for name, status in survivors.items():
+        if status.state in ("in_doubt", "changing"):
+            yield f"{name} is {status} although the service answers"
+
+
 def no_dead_links(
     statuses: Mapping[str, Status],
     lost: Mapping[str, Collection[str]],

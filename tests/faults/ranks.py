@@ -88,7 +88,7 @@ def run_receiver(
     def on_stage(stage: str) -> None:
         if stage == at["stage"]:
             at["stage"] = ""
-            channel.send({"paused": stage})
+            channel.send({"paused": stage, "status": status({})})
             order = channel.receive(timeout_s=30.0)
             if order.get("do") == "dawdle":
                 time.sleep(float(str(order["seconds"])))

@@ -99,6 +99,11 @@ def test_an_old_version_given_up_for_nothing_is_seen() -> None:
         assert not list(checks.kept_old(cell, {"tp0": NOTHING}))
 
 
+def test_a_member_that_does_not_learn_what_was_decided_is_seen() -> None:
+    assert not list(checks.settled(both(OLD, NOTHING)))
+    assert len(list(checks.settled(both(Status("in_doubt"), Status("changing"))))) == 2
+
+
 def test_connections_to_the_dead_are_seen() -> None:
     dead, felt = ["trainer-1"], {"tp0": ["trainer-1"], "tp1": []}  # tp1 has only been told
     dropped = replace(OLD, links={"trainer-0": LIVES["trainer-0"]})

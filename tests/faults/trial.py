@@ -133,7 +133,9 @@ class Trial:
         self._wait_for_leases()
         survivors = tuple(statuses)
         self._recover()
-        self._note(checks.kept_old(self._combination, {n: s for n, s in self._statuses().items() if n in survivors}))
+        statuses = {name: status for name, status in self._statuses().items() if name in survivors}
+        self._note(checks.settled(statuses))
+        self._note(checks.kept_old(self._combination, statuses))
         self._publish(2)
         self._refit_all(2)
         statuses = self._statuses()
@@ -220,18 +222,7 @@ class Trial:
         found: dict[str, Status] = {}
         for name in MEMBERS:
             if self._alive(name):
-                said = self._ask(name, {"do": "status"})
-                held, links = said["held"], said["links"]
-                if not isinstance(held, list) or not isinstance(links, dict):
-                    raise RuntimeError(f"{name}: {said}")
-                found[name] = Status(
-                    str(said["state"]),
-                    int(_number(said["serving"])),
-                    tuple(None if step is None else int(_number(step)) for step in held),
-                    {slot: str(worker_id) for slot, worker_id in links.items()},
-                    _names(said["peers"]),
-                    int(_number(said["n_quarantined"])),
-                )
+                found[name] = _status(self._ask(name, {"do": "status"}))
         return found
 
     # -- versions
@@ -262,6 +253,7 @@ class Trial:
         if "paused" not in said:
             self._note([f"{VICTIM} never came to {self._combination.step}: {said}"])
             return False
+        self._note(checks.old_or_new({VICTIM: _status(said["status"])}, {0}))
         since = time.monotonic()
         self._strike()
         answered: list[str] = []
@@ -367,6 +359,19 @@ def _number(value: object) -> float:
     if not isinstance(value, int | float):
         raise TypeError(f"got {value!r}, expected a number")
     return value
+
+
+def _status(said: object) -> Status:
+    if not isinstance(said, dict) or not isinstance(said["held"], list) or not isinstance(said["links"], dict):
+        raise TypeError(f"got {said!r}, expected a status")
+    return Status(
+        str(said["state"]),
+        int(_number(said["serving"])),
+        tuple(None if step is None else int(_number(step)) for step in said["held"]),
+        {slot: str(worker_id) for slot, worker_id in said["links"].items()},
+        _names(said["peers"]),
+        int(_number(said["n_quarantined"])),
+    )
 
 
 def _names(value: object) -> tuple[str, ...]:
