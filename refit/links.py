@@ -120,8 +120,12 @@ class Links:
         self._require_free([name for name, _, _ in missing])
         rounds = -(-len(missing) // _DIALS)
         share_s = deadline.remaining("connect") * _SHARE / rounds
+
+        def dial(row: tuple[str, SlotRecord, bytes]) -> BaseException | None:
+            return self._dial(*row, budget=Deadline(share_s, deadline.what))
+
         with ThreadPoolExecutor(min(len(missing), _DIALS), thread_name_prefix="reshard-dial") as pool:
-            answers = list(pool.map(lambda row: self._dial(*row, Deadline(share_s, deadline.what)), missing))
+            answers = list(pool.map(dial, missing))
         failed: dict[str, TransportError] = {}
         other: BaseException | None = None
         for (name, _, _), answer in zip(missing, answers, strict=True):
