@@ -136,13 +136,13 @@ def build_checks(plan: Plan) -> Checks:
                         block.dst_offset + int(((cells.start[k] - lo) * strides).sum()) if strides else block.dst_offset
                     )
                     landing, wave = Landing(block.buffer, at, cells.shape_of(k), strides, cells.item), -1
-                key = (block.holder, first + k, wave, at)
-                if wave < 0 or key not in staged:  # one span may serve several blocks
+                place = (block.holder, first + k, wave, at)
+                if wave < 0 or place not in staged:  # one span may serve several blocks
                     checks.append(cells.check(block.holder, first, k, wave, (landing,)))
-                    staged.add(key)
-            part = _Part(cells, k, first, lo, by, n, block, strides, bool(inside[k]), block.staging < 0)
-            if dense or part.within()[1].all():  # else it steps over the cell
-                covered.setdefault((block.holder, first + k), []).append(part)
+                    staged.add(place)
+            share = _Part(cells, k, first, lo, by, n, block, strides, bool(inside[k]), block.staging < 0)
+            if dense or share.within()[1].all():  # else it steps over the cell
+                covered.setdefault((block.holder, first + k), []).append(share)
     partial: list[tuple[int, int]] = []
     for key, found in covered.items():
         if any(part.whole for part in found):
