@@ -292,16 +292,15 @@ class TorchDevice:
         return result
 
     def digest_cells(self, rows: Sequence[CellRows]) -> U64:
-        """See `Device.digest_cells`."""
-        with self._runtime.on_stream():
-            made = [
-                digest_cells(self._own(r.memory), r.offset_bytes, r.nbytes, r.tags).to("cpu", non_blocking=True)
-                for r in rows
-                if len(r.nbytes)
-            ]
+        """See `Device.digest_cells`: all rows are enqueued, and come to the host together."""
+        import torch
+
+        with self._runtime.on_stream(), torch.no_grad():
+            made = [digest_cells(self._own(r.memory), r.offset_bytes, r.nbytes, r.tags) for r in rows if len(r.nbytes)]
+            found = torch.cat(made).to("cpu", non_blocking=True) if made else torch.zeros(0, 2, dtype=torch.int64)
         self._runtime.synchronize()
-        found = [m.numpy().view(np.uint64) for m in made]
-        return np.concatenate(found) if found else np.zeros((0, 2), np.uint64)
+        digests: U64 = found.numpy().view(np.uint64)
+        return digests
 
     # -- helpers
 
