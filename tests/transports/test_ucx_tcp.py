@@ -25,13 +25,16 @@ from reshard.transports.testing.harness import resident_bytes
 from reshard.transports.ucx import UcxTransport
 from reshard.transports.ucx import replies as replies_module
 from reshard.transports.ucx.context import MEMORY_TYPES
+from reshard.transports.ucx.inbox import MAX_BYTES, Inbox
 from reshard.transports.ucx.messages import (
+    HELLO,
     IN_FLIGHT,
     MAX_IN_FLIGHT,
     MAX_PARCEL_BYTES,
     MAX_PARCEL_ROWS,
     READ,
     READ_HEADER,
+    hello,
 )
 from reshard.transports.ucx.parcels import Parcels, cut_parcels
 from reshard.transports.ucx.peers import GetSlice, UcxPeer
@@ -93,7 +96,7 @@ class Target:
         """Read without any check on this side."""
         columns = [self.allocation.region.address, nbytes, address]
         local, size, remote = (np.array([value], np.uint64) for value in columns)
-        piece = GetSlice(self.native.lane, Parcels(self.native.lane.parcel_ring(), (local, size, remote), 0))
+        piece = GetSlice(self.native.lane, Parcels(self.native.parcel_ring(), (local, size, remote), 0))
         stop = time.monotonic() + 10.0
         here = piece.post()
         while not here:
@@ -230,11 +233,65 @@ def test_messages_that_no_reader_of_ours_sends(owner, reader, n_rows, size, said
     lane = target.native.lane
     asked = np.array([(served.address, size)] * n_rows, np.uint64).reshape(-1, 2)
     at = lane.library.ffi.cast("void *", asked.ctypes.data)
-    lane._callbacks.send(lane._endpoint, READ, READ_HEADER.pack(lane.parcel_ring().reader, 77, said), at, asked.nbytes)
+    lane._callbacks.send(
+        lane._endpoint, READ, READ_HEADER.pack(target.native.parcel_ring().reader, 77, said), at, asked.nbytes
+    )
     with pytest.raises(PeerError, match=rf"refuses to be read.*{reason}"):
         target.ask_until_refused(served.address)
     target.peer.close()
     Target(reader, owner.endpoint()).read(served.address)
+
+
+def test_bytes_of_another_life_at_the_same_address_are_refused(owner, reader):
+    """A list may be under way while its region is withdrawn and the next one registered where it lay."""
+    served = Served(owner)
+    target = Target(reader, owner.endpoint())
+    target.ask(served.address, 64)
+    served.registration.close()
+    again = owner.register([served.allocation.region])
+    with pytest.raises(PeerError, match=r"has withdrawn regions since.*generation 0, now 1.*connect again"):
+        target.ask(served.address, 64)
+    target.peer.close()
+    Target(reader, owner.endpoint()).read(served.address)
+    again.close()
+
+
+@pytest.mark.parametrize("damage", ["nothing", "zeros", "ones", "random", "half", "one bit"])
+def test_a_damaged_address_of_a_reader_does_not_reach_ucx(reader, damage):
+    """UCX ends the process that makes an endpoint of one."""
+    with PeerProcess("ucx", TCP) as process:
+        endpoint, remote = process.serve(NBYTES, 1)
+        target = Target(reader, endpoint)
+        lane, address = target.native.lane, target.native.lane._address
+        flipped = bytes([*address[:-1], address[-1] ^ 1])
+        damaged = {
+            "nothing": b"",
+            "zeros": bytes(64),
+            "ones": b"\xff" * 64,
+            "random": np.random.default_rng(3).bytes(200),
+            "half": address[: len(address) // 2],
+            "one bit": flipped,
+        }[damage]
+        data = lane.library.ffi.from_buffer(damaged)
+        lane._callbacks.send(lane._endpoint, HELLO, hello(bytes(16), 0, address), data, len(damaged))
+        target.read(remote)
+        assert np.array_equal(target.allocation.array, pattern(NBYTES, 1))
+        assert process.alive
+
+
+def test_what_waits_to_be_handled_is_bounded(caplog):
+    inbox, data = Inbox(), bytes(1 << 16)
+    for number in range(MAX_BYTES // len(data) + 10):
+        inbox.put(READ, number.to_bytes(8, "little"), data)
+    assert "is dropped" in caplog.text
+    n_kept = 0
+    while inbox:
+        _, header, _ = inbox.take()
+        assert int.from_bytes(header, "little") == n_kept
+        n_kept += 1
+    assert 0.99 * MAX_BYTES < n_kept * len(data) <= MAX_BYTES
+    inbox.put(READ, b"", data)
+    assert inbox
 
 
 @pytest.mark.parametrize("header", [b"", b"short", bytes(READ_HEADER.size), bytes(200)])
@@ -261,7 +318,7 @@ def test_a_reader_that_asks_for_too_much_at_a_time_is_refused(owner, reader, mon
 def test_each_message_says_what_memory_it_fills(owner, reader):
     """No device is needed to see what UCX would be told."""
     target = Target(reader, owner.endpoint())
-    ring = target.native.lane.parcel_ring()
+    ring = target.native.parcel_ring()
     native, told = ring._ucp, []
 
     class Ucp:
@@ -378,7 +435,7 @@ def test_a_list_ends_with_its_connection(owner, reader):
     """Receives that are posted go with their worker: nothing lands after the connection is closed."""
     served, target = Served(owner), Target(reader, owner.endpoint())
     prepared = reader.prepare(target.peer, rows(target.allocation.region.address, NBYTES), rows(served.address, NBYTES))
-    for _ in range(20):
+    for _ in range(6):
         reader.post(prepared)
         target.peer.close()
         try:

@@ -14,11 +14,11 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 from reshard.transports.errors import TransportError
 from reshard.transports.ucx import declarations as d
+from reshard.transports.ucx.inbox import Inbox
 from reshard.transports.ucx.library import ERROR_FLOOR
 
 if TYPE_CHECKING:
@@ -41,11 +41,8 @@ class RequestParams(Protocol):
 
 _ASK, _ANSWER = 0x52, 0x53
 _MAX_IDENTITY_BYTES = 64
-_MAX_QUEUED = 1 << 12
-"""Messages that may wait to be handled; what comes beyond is dropped, and whoever sent it times out."""
-
-Inbox = deque[tuple[int, bytes, bytes]]
-"""Messages as they came: number, header, data."""
+MAX_MESSAGE_BYTES = 1 << 17
+"""Data of a message that is kept; longer ones are none of ours."""
 
 
 class Callbacks:
@@ -89,7 +86,7 @@ class Callbacks:
 
     def receive(self, worker: int, token: int, messages: tuple[int, ...]) -> Inbox:
         """Return where a worker's messages of these numbers are put, by whoever progresses it."""
-        inbox = self._inboxes[token] = deque()
+        inbox = self._inboxes[token] = Inbox()
         for message in messages:
             if message not in self._on_message:
                 self._on_message[message] = self._library.ffi.callback(
@@ -204,9 +201,9 @@ class Callbacks:
         info: MessageInfo,
     ) -> int:
         inbox = self._inboxes.get(self._token(argument))
-        if inbox is not None and len(inbox) < _MAX_QUEUED and not info.recv_attr & d.AM_RECV_ATTR_FLAG_RNDV:
+        if inbox is not None and size <= MAX_MESSAGE_BYTES and not info.recv_attr & d.AM_RECV_ATTR_FLAG_RNDV:
             buffer = self._library.ffi.buffer
-            inbox.append((message, bytes(buffer(header, header_bytes)), bytes(buffer(data, size)) if size else b""))
+            inbox.put(message, bytes(buffer(header, header_bytes)), bytes(buffer(data, size)) if size else b"")
         return d.OK
 
 

@@ -15,18 +15,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from typing import NoReturn
 
 from reshard.transports.errors import PeerError, TransferTimeoutError, TransportError
 from reshard.transports.identity import ProcessIdentity
 from reshard.transports.ucx import declarations as d
-from reshard.transports.ucx.callbacks import Inbox, callbacks_of
+from reshard.transports.ucx.callbacks import callbacks_of
 from reshard.transports.ucx.context import Context
 from reshard.transports.ucx.endpoints import close_endpoint, create_endpoint, endpoint_transports
 from reshard.transports.ucx.failures import why_it_failed
 from reshard.transports.ucx.gets import Gets
-from reshard.transports.ucx.messages import HELLO, REFUSE, reason_of
+from reshard.transports.ucx.inbox import Inbox
+from reshard.transports.ucx.messages import HELLO, REFUSE, hello, reason_of
 from reshard.transports.ucx.parcels import ParcelRing, Parcels
 from reshard.transports.ucx.requests import RequestRing
 from reshard.transports.ucx.worker import Worker
@@ -101,7 +101,7 @@ class Lane:
         self.ring = RequestRing(self.library, context.request_bytes)
         self._parcels: ParcelRing | None = None
         self._address = b""
-        self._refusals: Inbox = deque()
+        self._refusals = Inbox()
         self._callbacks = callbacks_of(self.library)
         self._token = self._callbacks.new_token()
         try:
@@ -165,8 +165,13 @@ class Lane:
             self._keys.append(int(handle[0]))
         return int(handle[0])
 
-    def parcel_ring(self) -> ParcelRing:
+    def parcel_ring(self, generation: int) -> ParcelRing:
         """Return what drives reads by messages; the first time the peer is told whom to answer.
+
+        Parameters
+        ----------
+        generation : int
+            Of the peer's endpoint message.
 
         Raises
         ------
@@ -181,7 +186,8 @@ class Lane:
                 self._parcels = ParcelRing(self.library, self._callbacks, worker.handle, self._endpoint)
                 self._address = worker.address()  # stays until it is sent
                 address = self.library.ffi.from_buffer(self._address)
-                self._callbacks.send(self._endpoint, HELLO, self._parcels.reader, address, len(self._address))
+                greeting = hello(self._parcels.reader, generation, self._address)
+                self._callbacks.send(self._endpoint, HELLO, greeting, address, len(self._address))
             return self._parcels
 
     def drive(self, gets: Gets | Parcels, busy_s: float, idle_s: float) -> bool:
@@ -299,7 +305,7 @@ class Lane:
         if failed := self._callbacks.failure(self._token):
             self._die(failed, "endpoint")
         if self._refusals:
-            reason = reason_of(self._refusals[0][1])
+            reason = reason_of(self._refusals.take()[1])
             self._end_with(PeerError(f"peer {self.peer!r} refuses to be read: {reason}", peer=self.peer))
 
     def _round(self, gets: Gets | Parcels, stop: float) -> tuple[bool, bool]:

@@ -11,12 +11,14 @@ such a connection nothing is read one-sidedly:
 3. The owner (`replies`) checks every row against what it has registered now, and sends them all from where they lie as
    one tagged message; or it says `REFUSE` and why.
 
-Numbers are little-endian. `HELLO`: header is the reader's number (16 random bytes), data its worker address. `READ`:
-header `READ_HEADER`, data (address, bytes) of each row as u64. `REFUSE`: header is the tag (u64) and UTF-8 text.
+Numbers are little-endian. `HELLO`: header `HELLO_HEADER`, data the reader's worker address, with a digest, since UCX
+ends the process that is given a damaged one. `READ`: header `READ_HEADER`, data (address, bytes) of each row as u64.
+`REFUSE`: header is the tag (u64) and UTF-8 text.
 """
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from typing import Protocol
 
@@ -25,6 +27,9 @@ from reshard.transports.ucx import declarations as d
 HELLO, READ, REFUSE = 0x54, 0x55, 0x56
 
 READER_BYTES = 16
+_DIGEST_BYTES = 16
+HELLO_HEADER = struct.Struct("<16sQ16s")
+"""Reader's number, generation of the endpoint message that it connected by, digest of its address."""
 READ_HEADER = struct.Struct("<16sQQ")
 """Reader's number, tag, bytes of the reply."""
 TAG = struct.Struct("<Q")
@@ -48,6 +53,16 @@ class MessageParams(Protocol):
     op_attr_mask: int
     memory_type: int
     datatype: int
+
+
+def hello(reader: bytes, generation: int, address: bytes) -> bytes:
+    """Return the header of a `HELLO`."""
+    return HELLO_HEADER.pack(reader, generation, address_digest(address))
+
+
+def address_digest(address: bytes) -> bytes:
+    """Return what tells a damaged worker address."""
+    return hashlib.blake2b(address, digest_size=_DIGEST_BYTES).digest()
 
 
 def refusal(tag: int, reason: str) -> bytes:

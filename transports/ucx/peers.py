@@ -19,7 +19,7 @@ from reshard.transports.ucx.context import MEMORY_TYPES, Context, MappedMemory
 from reshard.transports.ucx.describe import one_sided
 from reshard.transports.ucx.gets import Gets
 from reshard.transports.ucx.lane import Lane
-from reshard.transports.ucx.parcels import Parcels
+from reshard.transports.ucx.parcels import ParcelRing, Parcels
 from reshard.transports.ucx.payload import UcxAddress
 from reshard.transports.watch import PeerWatch
 
@@ -159,12 +159,16 @@ class UcxPeer:
         kind = MEMORY_TYPES["dram"]
         at, nbytes, remote = (_one(value) for value in (int(image.ctypes.data), BEACON_BYTES, self._beacon))
         if self.by_messages("dram", "dram"):
-            return BeaconGate(self, self._endpoint, image, Parcels(self.lane.parcel_ring(), (at, nbytes, remote), kind))
+            return BeaconGate(self, self._endpoint, image, Parcels(self.parcel_ring(), (at, nbytes, remote), kind))
         with self._lock:
             if not self._beacon_handle:
                 self._beacon_handle = self.lane.unpack(self._beacon_key)
         gets = Gets(self.lane.ring, (at, nbytes, remote), _one(memory.handle), _one(self._beacon_handle), kind)
         return BeaconGate(self, self._endpoint, image, gets)
+
+    def parcel_ring(self) -> ParcelRing:
+        """Return what drives reads by messages from it; see `Lane.parcel_ring`."""
+        return self.lane.parcel_ring(self._endpoint.generation)
 
     def by_messages(self, local_memory: MemoryKind, remote_memory: MemoryKind) -> bool:
         """Return whether memory of these kinds is read by messages, because UCX would emulate reads of it."""

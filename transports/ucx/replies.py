@@ -31,14 +31,15 @@ from reshard.transports.ucx.context import MEMORY_TYPES
 from reshard.transports.ucx.endpoints import close_endpoint, create_endpoint
 from reshard.transports.ucx.messages import (
     HELLO,
+    HELLO_HEADER,
     MAX_IN_FLIGHT,
     MAX_PARCEL_BYTES,
     MAX_PARCEL_ROWS,
     READ,
     READ_HEADER,
-    READER_BYTES,
     REFUSE,
     ROW_BYTES,
+    address_digest,
     describe,
     refusal,
 )
@@ -69,6 +70,7 @@ class _Send:
 class _Reader:
     endpoint: int
     token: int
+    generation: int
     sends: deque[_Send] = field(default_factory=deque)
     closing: int = 0
 
@@ -102,6 +104,7 @@ class Replies:
         self._worker = worker
         self._wake = wake
         self._open = True
+        self._generation = 0
         self._library = worker.library
         self._callbacks = callbacks_of(worker.library)
         self._token = self._callbacks.new_token()
@@ -144,12 +147,21 @@ class Replies:
         if not unread:
             _log.warning("region [%#x, %#x) is still read and stays referenced", region.address, region.stop)
 
+    def announce(self, generation: int) -> None:
+        """Refuse readers whose endpoint message is older, since other bytes may lie where it says that theirs do."""
+        with self._lock:
+            self._generation = generation
+
     def answer(self) -> None:
         """Handle the messages that have come."""
         while self.inbox:
-            message, header, data = self.inbox.popleft()
-            if message == HELLO and len(header) == READER_BYTES:
-                self._greet(header, data)
+            message, header, data = self.inbox.take()
+            if message == HELLO and len(header) == HELLO_HEADER.size:
+                reader, generation, digest = HELLO_HEADER.unpack(header)
+                if address_digest(data) == digest:
+                    self._greet(reader, generation, data)
+                else:
+                    _log.warning("a reader's address of %s bytes is damaged; it is not answered", len(data))
             elif message == READ and len(header) == READ_HEADER.size:
                 reader, tag, nbytes = READ_HEADER.unpack(header)
                 self._reply(reader, tag, nbytes, data)
@@ -208,7 +220,7 @@ class Replies:
             self._moved.wait(min(left, _NAP_S))
         return True
 
-    def _greet(self, number: bytes, address: bytes) -> None:
+    def _greet(self, number: bytes, generation: int, address: bytes) -> None:
         """Make an endpoint to a reader."""
         if number in self._readers or not self._open:
             return
@@ -219,7 +231,7 @@ class Replies:
             _log.warning("a reader cannot be answered: %s", error)
             return
         with self._lock:
-            self._readers[number] = _Reader(endpoint, token)
+            self._readers[number] = _Reader(endpoint, token, generation)
 
     def _reply(self, number: bytes, tag: int, nbytes: int, data: bytes) -> None:
         """Send what was asked for, or why not."""
@@ -230,7 +242,12 @@ class Replies:
             reader.reap(self)
             try:
                 if not self._open:
-                    raise RegistrationError("the transport has closed")
+                    raise RegistrationError("it has closed its transport")
+                if reader.generation != self._generation:
+                    raise RegistrationError(
+                        f"it has withdrawn regions since this endpoint message was made (generation "
+                        f"{reader.generation}, now {self._generation}); connect again with its new message"
+                    )
                 if len(reader.sends) >= MAX_IN_FLIGHT:
                     raise RegistrationError(f"more than {MAX_IN_FLIGHT} reads at a time")
                 rows, regions, kind = self._checked(data, nbytes)

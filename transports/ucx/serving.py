@@ -61,6 +61,10 @@ class ServingThread:
         """Let it be read no more, and return when it is not; see `Replies.withdraw`."""
         self._replies.withdraw(region)
 
+    def announce(self, generation: int) -> None:
+        """Refuse readers whose endpoint message is older; see `Replies.announce`."""
+        self._replies.announce(generation)
+
     def close(self, timeout_s: float = 10.0) -> bool:
         """Let replies under way be sent, and stop; return whether the worker may be destroyed. Never raises.
 

@@ -156,6 +156,7 @@ class UcxTransport(CommonTransport):
 
     def _withdrawn(self, generation: int) -> None:
         self._beacon.withdraw(generation)
+        self._server.announce(generation)
 
     def _dial(self, peer: ConnectedPeer, deadline: float) -> UcxPeer:
         address = decode_address(peer.endpoint.payload, len(peer.endpoint.regions))
@@ -203,7 +204,7 @@ class UcxTransport(CommonTransport):
         spans = [slice(start, stop) for start, stop in pairwise(work.cuts)]
         columns = [(local[at], nbytes[at], remote[at]) for at in spans]
         if native.by_messages(work.local_memory, work.remote_memory):
-            ring = native.lane.parcel_ring()
+            ring = native.parcel_ring()
             return [GetSlice(native.lane, Parcels(ring, each, kind)) for each in columns]
         memh = _handles(work.local_entries)[work.local_region]
         rkey = native.keys(work.remote_region)
