@@ -9,6 +9,7 @@ from __future__ import annotations
 from reshard.transports.base import Allocation, Capabilities
 from reshard.transports.beacon import BEACON_BYTES, Beacon, check_beacon
 from reshard.transports.common import CommonTransport
+from reshard.transports.descriptors import require_descriptors
 from reshard.transports.errors import (
     EndpointError,
     PeerError,
@@ -50,4 +51,5 @@ __all__ = [
     "allocate_pages",
     "between",
     "check_beacon",
+    "require_descriptors",
 ]

@@ -107,7 +107,7 @@ class FaultContract(ContractBase):
         assert np.array_equal(reader.target.array, before), "bytes landed after the quarantine was lifted"
 
     def test_one_of_three_peers_is_dead_before_they_are_connected(self) -> None:
-        """Two connect, the error names the third, all within one budget; and the two are read."""
+        """Case T2: two connect, the error names the third, all within one budget; and the two are read."""
         budget_s = 5.0
         with contextlib.ExitStack() as stack:
             processes = [stack.enter_context(self.start()) for _ in range(3)]
@@ -214,6 +214,7 @@ class FaultContract(ContractBase):
                 assert process.close() == 0
 
     def test_a_reader_killed_in_mid_read_leaves_the_peer_whole(self) -> None:
+        """Case T1: the next reader succeeds."""
         with self.start() as process:
             endpoint, remote = process.serve(LARGE_BYTES, 1)
             with self.start() as victim:

@@ -37,6 +37,7 @@ class LifetimeContract(ContractBase):
     """See the module."""
 
     def test_registrations_are_shared_and_counted(self) -> None:
+        """Cases T6 and T7: a region is its address and its size, and lives as long as one list that has it."""
         with self.reader(3 * KIB) as reader:
             transport, base = reader.transport, reader.address
             reader.registration.close()
@@ -81,6 +82,7 @@ class LifetimeContract(ContractBase):
             transport.close()
 
     def test_rows_across_adjacent_regions_are_refused(self) -> None:
+        """Case T8, of rows: cut where one allocation ends they are read, uncut they are refused."""
         with self.reader(KIB) as reader:
             reader.registration.close()
             halves = [Region(reader.address + at, 512, owner=reader.target) for at in (0, 512)]

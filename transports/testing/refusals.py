@@ -30,6 +30,7 @@ class RefusalContract(ContractBase):
     """See the module."""
 
     def test_bad_timeouts(self) -> None:
+        """Case T3."""
         with self.reader(MIB) as reader:
             prepared = reader.whole(self.remote, MIB)
             for bad in (0, -1, -0.0, float("inf"), float("nan"), True, "1"):
