@@ -225,7 +225,8 @@ def test_description_names_library_devices_and_emulation(monkeypatch):
     assert found.version.startswith("1.")
     assert {name for name, _ in found.resources} == {"tcp"}
     text = "; ".join(found.warnings)
-    assert "software emulation" in text
+    assert "between hosts peers are read by messages" in text
+    assert "on one host peers are read by messages" in text
     assert "UCX_RNDV_THRESH=8192" in text
 
 

@@ -431,6 +431,26 @@ def test_readers_killed_at_random_moments_leave_the_owner_whole(nbytes):
         assert process.close() == 0
 
 
+@pytest.mark.slow
+def test_readers_killed_while_the_owner_is_stopped_leave_it_whole():
+    """When it continues it finds their requests and a connection that is gone."""
+    with PeerProcess("ucx", TCP) as process, opened() as reader:
+        endpoint, remote = process.serve(72 * MIB, 1)
+        target = Target(reader, endpoint)
+        for _ in range(10):
+            with PeerProcess("ucx", TCP) as victim:
+                victim.tell("read", endpoint=endpoint.hex(), address=remote, nbytes=72 * MIB, times=1000)
+                victim.answer()
+                time.sleep(0.05)
+                process.signal(signal.SIGSTOP)
+                victim.signal(signal.SIGKILL)
+            process.signal(signal.SIGCONT)
+            target.read(remote)
+            assert np.array_equal(target.allocation.array, pattern(NBYTES, 1))
+            target.allocation.array[:] = 0
+        assert process.alive
+
+
 def test_a_list_ends_with_its_connection(owner, reader):
     """Receives that are posted go with their worker: nothing lands after the connection is closed."""
     served, target = Served(owner), Target(reader, owner.endpoint())

@@ -14,7 +14,7 @@ from reshard.transports.ucx.library import Library, load_library
 NETWORK = ("rc", "dc", "gga", "srd", "ugni")
 """Prefixes of UCX transports that read another host's memory in hardware."""
 CMA_SINCE = (1, 20)
-"""Before this version UCX has no CMA for endpoints that survive their peers, and emulates reads on one host, too."""
+"""Before this version UCX has no CMA for endpoints that survive their peers."""
 ONE_HOST: Mapping[MemoryKind, frozenset[str]] = {
     "dram": frozenset({"cma", "xpmem", "knem"}),
     "vram": frozenset({"cuda_ipc", "rocm_ipc"}),
@@ -107,11 +107,11 @@ def _warnings(library: Library, resources: tuple[tuple[str, str], ...], environm
             if library.origin == "wheel"
             else ""
         )
-        warnings.append(f"between hosts reads are a software emulation over TCP by the owner's process{hint}")
+        warnings.append(f"between hosts peers are read by messages over TCP, which the owner's process answers{hint}")
     if not names & ONE_HOST["dram"]:
-        warnings.append("on one host reads are a software emulation: UCX has no CMA here (UCX_TLS, or ptrace rights)")
+        warnings.append("on one host peers are read by messages: UCX has no CMA here (UCX_TLS, or ptrace rights)")
     elif library.version < CMA_SINCE:
-        warnings.append("on one host reads are a software emulation: before 1.20 UCX has no CMA that survives a peer")
+        warnings.append("on one host peers are read by messages: before 1.20 UCX has no CMA that survives a peer")
     for key, value in DEFAULTS.items():
         if environment.get(f"UCX_{key}", value) != value:
             was = environment[f"UCX_{key}"]
