@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -140,3 +143,45 @@ def test_one_library_chosen_in_two_ways_serves_two_transports():
             peer = one.connect(two.endpoint(), timeout_s=10)
             read(one, [one.prepare(peer, rows(a.region.address, 64), rows(b.region.address, 64))], timeout_s=5)
             assert (a.array == 5).all()
+
+
+def test_a_batch_is_posted_without_the_gil():
+    """No thread is made to give the GIL up here, so another can run only while a native call of ours is without it."""
+    n, piece = 2048, 4096
+    with open_transport("ucx") as owner, open_transport("ucx") as reader:
+        served, target = owner.allocate(n * piece), reader.allocate(n * piece)
+        owner.register([served.region])
+        reader.register([target.region])
+        peer = reader.connect(owner.endpoint(), timeout_s=10, name="owner")
+        at = np.arange(n)
+        local = rows(target.region.address + at * piece, piece)
+        prepared = reader.prepare(peer, local, rows(served.region.address + at[::-1] * piece, piece))
+        part = prepared.slices[0]
+        lane, gets = part._lane, part._gets
+        ran, ended = 0, False
+
+        def count() -> None:
+            nonlocal ran
+            while not ended:
+                ran += 1
+                time.sleep(0)
+
+        other = threading.Thread(target=count)
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1000.0)
+        try:
+            other.start()
+            ran_meanwhile, stop = 0, time.monotonic() + 20
+            while not ran_meanwhile and time.monotonic() < stop:
+                gets.rewind()
+                before = ran
+                with lane._lock:
+                    gets.post_next(lane._endpoint_at)
+                    ran_meanwhile = ran - before
+                while not lane.drive(gets, 0.01, 0.0):
+                    pass
+        finally:
+            sys.setswitchinterval(interval)
+            ended = True
+            other.join()
+        assert ran_meanwhile > 0
