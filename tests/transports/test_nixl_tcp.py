@@ -149,7 +149,7 @@ def test_a_reader_killed_in_mid_read(reading, path, piece, tmp_path):
     with errors.open("wb") as file, PeerProcess("nixl", errors=file.fileno()) as owner, PeerProcess("nixl") as other:
         message, address = owner.serve(NBYTES, 1)
         healthy = reading.prepare(*other.serve(NBYTES, 2), "other")
-        for round_ in range(3):
+        for round_ in range(2):
             with PeerProcess("nixl") as victim:
                 pieces = {"nbytes": NBYTES, "piece": piece, "times": 1 << 30}
                 victim.tell("read", endpoint=message.hex(), address=address, **pieces)
