@@ -88,6 +88,10 @@ def homes_of(
     for tensor, span in zip(tensors, spans, strict=True):
         if not _is_contiguous(tensor):
             raise PublishError(f"tensor {tensor.name!r} is not contiguous in memory; publish it by copy")
+        if tensor.n_elems and not span.nbytes:
+            raise PublishError(
+                f"tensor {tensor.name!r} wraps other tensors and has no memory of its own; publish a copy"
+            )
         kind, _, number = span.device.partition(":")
         if kind == "cuda" and span.nbytes:
             found.append(_on_gpu(tensor, span.address, span.nbytes, ask(int(number or 0))))

@@ -65,6 +65,10 @@ def span_of(name: str, data: ArrayLike) -> Span:
     """
     if is_torch(data):
         tensor: torch.Tensor = data  # type: ignore[assignment]
+        try:
+            held, address = int(tensor.untyped_storage().nbytes()), int(tensor.data_ptr())
+        except (RuntimeError, NotImplementedError):
+            return Span(name, 0, 0, str(tensor.device))
         item = int(tensor.element_size())
         if tensor.is_contiguous():
             nbytes = int(tensor.numel()) * item
@@ -72,14 +76,14 @@ def span_of(name: str, data: ArrayLike) -> Span:
             lengths = zip(tensor.shape, tensor.stride(), strict=True)
             nbytes = (sum((int(n) - 1) * int(s) for n, s in lengths) + 1) * item if tensor.numel() else 0
         needed = int(tensor.storage_offset()) * item + nbytes
-        if nbytes and tensor.device.type != "meta" and tensor.untyped_storage().nbytes() < needed:
+        if nbytes and tensor.device.type != "meta" and held < needed:
             raise UnmappedMemoryError(
-                f"tensor {name!r} needs {needed} bytes of its storage, which has "
-                f"{tensor.untyped_storage().nbytes()}: its weights were freed (resharded, or offloaded); bring them "
-                "back first",
+                f"tensor {name!r} needs {needed} bytes of its storage, which has {held}: its weights were freed "
+                "(resharded, or offloaded); bring them back first",
                 names=[name],
             )
-        return Span(name, int(tensor.data_ptr()) if nbytes else 0, nbytes, str(tensor.device))
+        # A wrapper around other tensors says that it has bytes, and has no address.
+        return Span(name, address, nbytes, str(tensor.device)) if nbytes and address else Span(name, 0, 0)
     array = np.asarray(data)
     if not array.size:
         return Span(name, 0, 0)

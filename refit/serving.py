@@ -125,6 +125,8 @@ class ServeOn:
         require_verified: bool = False,
         fence_timeout_s: float = 60.0,
     ) -> None:
+        if receiver.bench.on_overwrite is not None:
+            raise PublishError(f"member {receiver.member!r} is served on already; close the other ServeOn first")
         self._receiver = receiver
         self.model = model or f"{receiver.model}@{receiver.group}"
         self._partial, self._require_verified = partial, require_verified
@@ -269,8 +271,9 @@ class ServeOn:
 
     def close(self) -> None:
         """Withdraw the offer without waiting, and leave the rendezvous. Idempotent."""
-        self._receiver.bench.on_overwrite = None
-        self._receiver.reader.arenas.on_drop = None
+        if self._receiver.bench.on_overwrite == self._overwrite:
+            self._receiver.bench.on_overwrite = None
+            self._receiver.reader.arenas.on_drop = None
         self._offering.close()
         self._uid = ""
         meta, self._meta, self._arena = self._meta, None, None

@@ -247,6 +247,19 @@ def test_versions_that_are_cut_differently_are_served_on_one_after_the_other() -
             s.close()
 
 
+def test_a_receiver_is_served_on_once_at_a_time() -> None:
+    """Else a refit would end the offer of the second one alone, and overwrite what the first one's readers read."""
+    with tp_cluster() as cluster:
+        first = ServeOn(cluster.receivers[0])
+        with pytest.raises(PublishError, match="member 'tp0' is served on already"):
+            ServeOn(cluster.receivers[0])
+        first.close()
+        second = ServeOn(cluster.receivers[0])
+        first.close()
+        assert cluster.receivers[0].bench.on_overwrite == second._overwrite, "closing twice takes nothing away"
+        second.close()
+
+
 def test_buffers_that_go_take_their_offer_with_them() -> None:
     """Another plan needs other buffers: those who come for the old ones are told that there are none."""
     with tp_cluster() as cluster:

@@ -20,9 +20,11 @@ from reshard.refit.adapters.numpy_arrays import local_tensors
 from reshard.refit.arena import Arena
 from reshard.refit.engines.arrays import ArrayEngine
 from reshard.refit.engines.torch_module import TorchModuleEngine
-from reshard.refit.errors import QuarantinedError, RefitAborted, RefitError, UnmappedMemoryError
+from reshard.refit.errors import PublishError, QuarantinedError, RefitAborted, RefitError, UnmappedMemoryError
+from reshard.refit.homes import homes_of
 from reshard.refit.inplace import InPlacePublisher
 from reshard.refit.residency import LiveWeights, Span, backing_of, require_mapped, span_of
+from reshard.refit.tensors import LocalTensor
 from reshard.rendezvous.errors import RendezvousError
 from reshard.transports import open_transport
 
@@ -157,6 +159,22 @@ def test_freed_storage_is_named() -> None:
     tensor.untyped_storage().resize_(0)
     with pytest.raises(UnmappedMemoryError, match="'w' needs 64 bytes of its storage, which has 0"):
         span_of("w", tensor)
+
+
+def test_a_wrapper_has_no_memory_of_its_own() -> None:
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inner: torch.Tensor) -> torch.Tensor:
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise NotImplementedError(f"{func} on a wrapper")
+
+    wrapper = Wrapper(torch.zeros(4))
+    assert span_of("w", wrapper).nbytes == 0
+    with pytest.raises(PublishError, match="'w' wraps other tensors"):
+        homes_of([LocalTensor("w", "float32", (4,), (0,), wrapper)], "slot 's'")
 
 
 # -- a trainer that sleeps
