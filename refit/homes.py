@@ -90,7 +90,7 @@ def homes_of(
             raise PublishError(f"tensor {tensor.name!r} is not contiguous in memory; publish it by copy")
         if tensor.n_elems and not span.nbytes:
             raise PublishError(
-                f"tensor {tensor.name!r} wraps other tensors and has no memory of its own; publish a copy"
+                f"tensor {tensor.name!r} wraps other tensors and has no memory of its own; publish by copy"
             )
         kind, _, number = span.device.partition(":")
         if kind == "cuda" and span.nbytes:
