@@ -12,7 +12,7 @@ from reshard.refit.errors import RefitError
 from reshard.refit.loading import Loaded
 from reshard.refit.planning import Planned
 from reshard.refit.records import DiscoveryRecord, StagesRecord, emit, implied_gbps
-from reshard.refit.report import MemoryLedger, RefitReport
+from reshard.refit.report import RefitReport
 
 if TYPE_CHECKING:
     from reshard.refit.receiver import Receiver
@@ -72,21 +72,10 @@ class Account:
             wire_s=self.loaded.wire_s,
             n_descriptors=self.loaded.n_descriptors,
             verified=self.loaded.verified,
-            ledger=self._ledger(planned),
+            ledger=self.receiver.bench.ledger(planned),
             new_registrations=self.new_registrations,
             failovers=tuple(sorted(self.without)),
             plan_digest=plan.digest,
-        )
-
-    def _ledger(self, planned: Planned) -> MemoryLedger:
-        plan, staged = planned.plan, planned.materialised_bytes
-        shadow = int(plan.buffer_bytes.sum()) - staged
-        return MemoryLedger(
-            planned.coverage.engine_bytes,
-            shadow,
-            plan.staging_bytes,
-            staged,
-            self.receiver.bench.stream_budget(planned),
         )
 
     def emit(self, manifest: Manifest | None, planned: Planned | None, outcome: str) -> None:

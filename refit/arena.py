@@ -6,7 +6,7 @@ registered once and used again at each refit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from reshard.refit.devices import Memory
     from reshard.transports import Transport
 
-__all__ = ["Arena", "require_arenas"]
+__all__ = ["Arena", "aligned", "extent_bytes", "require_arenas"]
 
 U64 = npt.NDArray[np.uint64]
 
@@ -51,7 +51,7 @@ class Arena:
         end = 0
         for size in sizes.values():
             offsets.append(end)
-            end += -(-size // _ALIGN) * _ALIGN
+            end += aligned(size)
         self.nbytes = max(end, 1)
         if on_allocate is not None:
             on_allocate(self.nbytes)
@@ -90,6 +90,16 @@ class Arena:
         self.buffers = {}
         self.memory = np.zeros(0, np.uint8)
         self._allocation.close()
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes that a buffer takes in an arena."""
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def extent_bytes(sizes: Iterable[int]) -> int:
+    """Bytes of an arena of buffers of these sizes."""
+    return sum(aligned(size) for size in sizes)
 
 
 def require_arenas(arenas: Sequence[Arena], whose: str) -> None:

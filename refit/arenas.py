@@ -71,6 +71,7 @@ class Arenas:
         self._shadows: list[Arena] = []
         self._current = 0
         self._staging: Arena | None = None
+        self._lent: Arena | None = None
         self._meta: Arena | None = None
         self._loader: Arena | None = None
         self.new_registrations = 0
@@ -86,11 +87,13 @@ class Arenas:
         materialised: Sequence[str] = (),
         *,
         borrowed: Mapping[str, Memory] | None = None,
+        staging: Arena | None = None,
     ) -> None:
         """Take a new plan, and let go of what the old one needed; see `reshard.refit.reader.Reader.adopt`."""
         before = self._sizes(shadow=True) if self._plan is not None else None
         self._drop("staging", "meta", "loader")
         self._plan, self._borrowed = plan, borrowed
+        self._lent = staging if staging is not None and staging.nbytes >= plan.staging_bytes else None
         self._n_cells = {holder.name: n_cells.get(holder.name, 0) for holder in plan.holders}
         self._staged_names = frozenset(materialised)
         if self._sizes(shadow=True) != before:
@@ -101,7 +104,7 @@ class Arenas:
         staging_bytes = self.plan.staging_bytes
         if self._borrowed is None and ((self._swaps and self._current >= len(self._shadows)) or not self._shadows):
             self._shadows.append(self._make("shadow", self._sizes(shadow=True)))
-        if self._staging is None and staging_bytes:
+        if self._staging is None and self._lent is None and staging_bytes:
             self._staging = self._make("staging", {"staging": staging_bytes})
         if self._loader is None and self._staged_names:
             self._loader = self._make("loader", self._sizes(shadow=False))
@@ -166,12 +169,14 @@ class Arenas:
     @property
     def staging(self) -> Memory:
         """The staging arena's bytes (empty where the plan stages nothing)."""
-        return self._staging.memory if self._staging is not None else np.zeros(0, np.uint8)
+        arena = self._lent if self._lent is not None else self._staging
+        return arena.memory if arena is not None else np.zeros(0, np.uint8)
 
     @property
     def staging_base(self) -> int:
         """Address of the staging arena; 0 where there is none."""
-        return self._staging.base if self._staging is not None else 0
+        arena = self._lent if self._lent is not None else self._staging
+        return arena.base if arena is not None else 0
 
     def meta(self) -> dict[str, U8]:
         """Headers and digests: ``before``, ``after`` or ``digests``, a NUL and the holder's name, to their memory."""
@@ -226,7 +231,7 @@ class Arenas:
     def close(self) -> None:
         """Give all memory back; the engine keeps what it serves from. Idempotent."""
         self._drop("staging", "meta", "loader", "shadow")
-        self._borrowed = None
+        self._borrowed = self._lent = None
         self._plan = None
 
     # -- helpers

@@ -101,6 +101,7 @@ class Reader:
         materialised: Sequence[str] = (),
         *,
         borrowed: Mapping[str, Memory] | None = None,
+        staging: Arena | None = None,
     ) -> None:
         """Take a new plan and let go of everything that belongs to the old one.
 
@@ -112,9 +113,11 @@ class Reader:
             Buffers that stage sources for the loader; they are no part of the shadow arenas.
         borrowed
             Registered buffers of another reader to read into; none are allocated.
+        staging
+            Staging of another reader, used where it is large enough.
         """
         self.forget_lists()
-        self.arenas.adopt(plan, n_cells, materialised, borrowed=borrowed)
+        self.arenas.adopt(plan, n_cells, materialised, borrowed=borrowed, staging=staging)
         self._holders = tuple(h.name for h in plan.holders)
 
     def bound(self) -> tuple[Bound, ...]:

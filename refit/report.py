@@ -17,7 +17,9 @@ __all__ = ["MemoryLedger", "RefitReport", "Verified"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryLedger:
-    """Bytes of memory that a rank's refit takes, and would take in each install mode.
+    """Bytes of memory that a rank's refit takes, and would take in each install mode, as they are allocated.
+
+    The holders' headers and digests (16 bytes a cell) are apart.
 
     Attributes
     ----------
@@ -27,11 +29,12 @@ class MemoryLedger:
         Shadow buffers of this plan: what ``shadow`` mode takes beyond the engine (once while reading; a second set
         is kept for the next refit where the engine swaps storages).
     staging_bytes
-        The one staging arena, in both modes.
+        The one staging arena: that of the whole plan; in ``stream`` mode that of its largest part, which is no more.
     materialised_bytes
         Sources staged whole for the loader.
     stream_bytes
-        The one arena of ``stream`` mode: its largest part, at most the budget.
+        The one arena of ``stream`` mode: its largest part, at most the budget; over it (and refused in that mode)
+        where one parameter is.
     """
 
     engine_bytes: int

@@ -4,8 +4,7 @@
    computes, with the sources it needs, are one part at the end.
 2. Each part is a plan of its own over the same sources, read into one small arena, verified there, and only then
    written into the live weights.
-3. All parts share one arena, allocated once: what streaming takes beyond the engine is that arena and the plans'
-   staging.
+3. All parts share one arena and one staging, allocated once: what streaming takes beyond the engine is these two.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from reshard.planner import plan
-from reshard.refit.arena import Arena
+from reshard.refit.arena import Arena, aligned, extent_bytes
 from reshard.refit.checks import Checks, build_checks
 from reshard.refit.errors import StagingBudgetError
 from reshard.refit.planning import MATERIALISED, Planned, with_buffers
@@ -31,9 +30,7 @@ if TYPE_CHECKING:
     from reshard.refit.links import Links
     from reshard.transports import Transport
 
-__all__ = ["StreamPart", "Streamer", "pack_parts"]
-
-_ALIGN = 64
+__all__ = ["StreamPart", "Streamer", "arena_bytes", "pack_parts"]
 
 
 def pack_parts(planned: Planned, budget_bytes: int) -> list[list[str]]:
@@ -51,7 +48,7 @@ def pack_parts(planned: Planned, budget_bytes: int) -> list[list[str]]:
     for name, size in sizes.items():
         if name in computed:
             continue
-        room = -(-size // _ALIGN) * _ALIGN
+        room = aligned(size)
         if room > budget_bytes:
             raise StagingBudgetError(
                 f"parameter {name!r} takes {size} bytes, the stream budget is {budget_bytes} bytes (stream_bytes)"
@@ -63,7 +60,7 @@ def pack_parts(planned: Planned, budget_bytes: int) -> list[list[str]]:
         used += room
     last = [name for name in sizes if name in computed]
     if last:
-        room = sum(-(-sizes[name] // _ALIGN) * _ALIGN for name in last)
+        room = extent_bytes(sizes[name] for name in last)
         if room > budget_bytes:
             raise StagingBudgetError(
                 f"the loader computes {planned.captured.loader_buffers[0]!r} and others from {room} bytes at once, the "
@@ -71,6 +68,16 @@ def pack_parts(planned: Planned, budget_bytes: int) -> list[list[str]]:
             )
         parts.append(last)
     return parts
+
+
+def arena_bytes(planned: Planned, budget_bytes: int) -> int:
+    """Bytes of the arena that streaming would take; over the budget where one parameter is."""
+    sizes = dict(zip(planned.plan.buffers.names_list, planned.plan.buffer_bytes.tolist(), strict=True))
+    computed = {*planned.captured.loader_buffers, *planned.materialised_buffers}
+    least = max((aligned(n) for name, n in sizes.items() if name not in computed), default=0)
+    least = max(least, extent_bytes(n for name, n in sizes.items() if name in computed))
+    parts = pack_parts(planned, max(budget_bytes, least))
+    return max((extent_bytes(sizes[n] for n in part) for part in parts), default=0)
 
 
 @dataclass(slots=True, eq=False)
@@ -105,6 +112,11 @@ class Streamer:
     ----------
     budget_bytes
         Most bytes of the arena.
+
+    Attributes
+    ----------
+    arena_bytes, staging_bytes
+        What is allocated for all parts together, holders' headers and digests apart.
     """
 
     def __init__(
@@ -120,26 +132,35 @@ class Streamer:
         made = planned.plan
         sizes = dict(zip(made.buffers.names_list, made.buffer_bytes.tolist(), strict=True))
         names = pack_parts(planned, budget_bytes)
-        self.arena_bytes = max((_extent([sizes[n] for n in part]) for part in names), default=0)
-        hook = reader.on_allocate
-        self._arena = Arena(
-            transport,
-            {"stream": self.arena_bytes},
-            device=reader.device,
-            on_allocate=(lambda n: hook("stream", n)) if hook is not None else None,
-        )
-        reader.arenas.new_registrations += 1
+        self.arena_bytes = max((extent_bytes(sizes[n] for n in part) for part in names), default=0)
+        self._arena = self._make("stream", self.arena_bytes)
         self._parts: list[StreamPart] = []
         index = {name: i for i, name in enumerate(made.buffers.names_list)}
+        plans: list[Plan] = []
         for part in names:
             wanted = np.isin(made.reads.buffer_id, [index[n] for n in part])
             reads = with_buffers(made.reads.take(np.flatnonzero(wanted)), [index[n] for n in part])
+            plans.append(plan(made.sources, reads, made.options))
+        self.staging_bytes = max((p.staging_bytes for p in plans), default=0)
+        self._staging = self._make("staging", self.staging_bytes) if self.staging_bytes else None
+        for part, one in zip(names, plans, strict=True):
             at = 0
             views: dict[str, Memory] = {}
             for name in part:
                 views[name] = self._arena.memory[at : at + sizes[name]]
-                at += -(-sizes[name] // _ALIGN) * _ALIGN
-            self._parts.append(self._part(plan(made.sources, reads, made.options), views))
+                at += aligned(sizes[name])
+            self._parts.append(self._part(one, views))
+
+    def _make(self, what: str, nbytes: int) -> Arena:
+        hook = self._reader.on_allocate
+        made = Arena(
+            self._transport,
+            {what: nbytes},
+            device=self._reader.device,
+            on_allocate=(lambda n: hook(what, n)) if hook is not None else None,
+        )
+        self._reader.arenas.new_registrations += 1
+        return made
 
     def _part(self, made: Plan, views: Mapping[str, Memory]) -> StreamPart:
         """A part that reads ``made`` into its share of the arena."""
@@ -152,7 +173,7 @@ class Streamer:
             device=self._reader.device,
         )
         own.batch_bytes = self._reader.batch_bytes
-        own.adopt(made, checks.n_cells if checks is not None else {}, borrowed=views)
+        own.adopt(made, checks.n_cells if checks is not None else {}, borrowed=views, staging=self._staging)
         own.arenas.allocate()
         self._reader.arenas.new_registrations += own.arenas.new_registrations
         return StreamPart(made, checks, own, views, self._planned)
@@ -181,8 +202,6 @@ class Streamer:
         for part in self._parts:
             part.reader.release()
         self._parts = []
-        self._arena.close()
-
-
-def _extent(sizes: Sequence[int]) -> int:
-    return sum(-(-size // _ALIGN) * _ALIGN for size in sizes)
+        for arena in (self._arena, self._staging):
+            if arena is not None:
+                arena.close()

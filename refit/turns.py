@@ -52,6 +52,7 @@ class Turns:
         """
         if self._owner == threading.get_ident():
             raise RefitError(f"{self._who} is refitting already: {what} came from within that refit")
+        self._require_open(what)
         if deadline is None:
             if not self._lock.acquire(blocking=False):
                 raise RefitError(f"{self._who} is refitting already: {what} came during a refit")
@@ -60,8 +61,7 @@ class Turns:
                 f"{deadline.what}: a refit in another thread was still under way after {deadline.timeout_s:g} s"
             )
         try:
-            if self._closed:
-                raise RefitError(f"{self._who}: the receiver is closed, {what} came after that")
+            self._require_open(what)
             self._owner = threading.get_ident()
             try:
                 yield
@@ -83,3 +83,7 @@ class Turns:
             return
         with self._lock:
             release()
+
+    def _require_open(self, what: str) -> None:
+        if self._closed:
+            raise RefitError(f"{self._who}: the receiver is closed, {what} came after that")

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.planner.cuts import cuts
-from reshard.refit.arena import Arena, require_arenas
+from reshard.refit.arena import Arena, aligned, extent_bytes, require_arenas
 from reshard.refit.bench_settings import BenchSettings
 from reshard.refit.checks import Checks, build_checks
 from reshard.refit.clock import StageClock
@@ -23,8 +23,9 @@ from reshard.refit.planning import Planned, manifest_of, plan_refit, topology_di
 from reshard.refit.reader import Reader
 from reshard.refit.rechecking import TrustedDigests, keep_digests
 from reshard.refit.records import DiscoveryRecord, emit
+from reshard.refit.report import MemoryLedger
 from reshard.refit.residency import LiveWeights
-from reshard.refit.streaming import Streamer, StreamPart
+from reshard.refit.streaming import Streamer, StreamPart, arena_bytes
 from reshard.refit.trust import require_trusted
 from reshard.refit.verify import Mode
 from reshard.rendezvous.errors import RendezvousError
@@ -276,11 +277,18 @@ class Workbench:
             raise RefitError(f"{type(self.engine).__name__} cannot be written in place: it is no StreamEngine")
         return self.engine
 
-    def stream_budget(self, planned: Planned) -> int:
-        """Bytes of the arena that ``stream`` mode takes, or would take."""
-        if self._streamer is not None:
-            return self._streamer.arena_bytes
-        return min(self.settings.stream_bytes, int(planned.plan.buffer_bytes.sum()))
+    def ledger(self, planned: Planned) -> MemoryLedger:
+        """What a refit by this plan takes, and would take in the other install mode."""
+        sizes = dict(zip(planned.plan.buffers.names_list, planned.plan.buffer_bytes.tolist(), strict=True))
+        staged = set(planned.materialised_buffers)
+        streamer = self._streamer
+        return MemoryLedger(
+            planned.coverage.engine_bytes,
+            extent_bytes(n for name, n in sizes.items() if name not in staged),
+            aligned(planned.plan.staging_bytes if streamer is None else streamer.staging_bytes),
+            extent_bytes(n for name, n in sizes.items() if name in staged),
+            streamer.arena_bytes if streamer is not None else arena_bytes(planned, self.settings.stream_bytes),
+        )
 
     def check_installed(self) -> None:
         """Whether the engine still has the memory that was written."""

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
 
+import numpy as np
 import pytest
+from tests.refit.cluster import Cluster
 
 from reshard.refit import settings
+from reshard.refit.engines.arrays import ArrayEngine
 from reshard.refit.errors import ImpossibleThroughputError
-from reshard.refit.records import MARKERS, DiscoveryRecord, check_throughput, emit, implied_gbps
+from reshard.refit.records import (
+    MARKERS,
+    CoverageRecord,
+    DiscoveryRecord,
+    ImpossibleThroughputRecord,
+    Record,
+    SlowThroughputRecord,
+    StagesRecord,
+    check_throughput,
+    emit,
+    implied_gbps,
+)
 
 CONTEXT = {"rank": 1, "step": 7}
 
@@ -119,3 +134,63 @@ def test_settings_are_read_when_they_are_used(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("RESHARD_REQUIRE_FULL_COVERAGE", "perhaps")
     with pytest.raises(ValueError, match="RESHARD_REQUIRE_FULL_COVERAGE='perhaps'"):
         settings.require_full_coverage(None)
+
+
+FIELDS = {
+    CoverageRecord: """
+        converts copies_captured coverage_pct descriptor_savings descriptors dest_bytes engine_bytes engine_params
+        extra_wire_bytes fallback filled_bytes full_pull_sources params_installed params_never_written
+        params_never_written_sample params_part_written params_part_written_sample planned_wire_bytes rank
+        unbounded_sources unsupported unsupported_causes unsupported_sample""",
+    StagesRecord: """
+        cold descriptors epoch failovers implied_gbps member mode model new_registrations outcome rank received_bytes
+        stages_s step total_s useful_bytes verified_bytes wire_bytes wire_s""",
+    SlowThroughputRecord: "context floor_gbps implied_gbps shortfall_x wire_bytes wire_s",
+    ImpossibleThroughputRecord: "ceiling_gbps context excess_x implied_gbps wire_bytes wire_s",
+    DiscoveryRecord: """
+        changed epoch member model rank seconds shards slots slots_empty step tables_fetched tensors""",
+}
+"""What `docs/refit.md` and readers of logs rely on: a schema's fields change only with its label."""
+
+
+@pytest.mark.parametrize("kind", FIELDS, ids=lambda kind: kind.marker)
+def test_the_fields_of_a_schema_are_fixed(kind: type[Record]) -> None:
+    assert sorted(f.name for f in dataclasses.fields(kind)) == FIELDS[kind].split()
+    assert kind.schema == f"{kind.marker.lower().replace('_', '-')}-v1"
+
+
+def test_all_records_are_pinned() -> None:
+    assert {kind.marker for kind in FIELDS} == set(MARKERS)
+
+
+def test_a_whole_refit_emits_each_record_with_all_its_fields(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen as a reader of the log sees them, in the order in which they come."""
+    monkeypatch.setenv("RESHARD_MIN_GBPS", "1e9")
+    caplog.set_level(logging.INFO, logger="reshard.refit")
+    engine = ArrayEngine({"w": np.zeros(4, np.float32)})
+    with Cluster(1, engines=[engine]) as cluster:
+        cluster.publish(0, {"w": np.ones(4, np.float32)})
+        cluster.refit_ok(0)
+        monkeypatch.setenv("RESHARD_MIN_GBPS", "0")
+        monkeypatch.setenv("RESHARD_MAX_GBPS", "1e-9")
+        cluster.publish(1, {"w": np.ones(4, np.float32)})
+        assert isinstance(cluster.refit(1)[0], ImpossibleThroughputError)
+    seen = []
+    for line in (r for r in caplog.records if r.name == "reshard.refit" and r.getMessage().startswith("REFIT_")):
+        marker, _, body = line.getMessage().partition(" ")
+        parsed = json.loads(body)
+        kind = next(kind for kind in FIELDS if kind.marker == marker)
+        assert sorted(parsed) == sorted(["schema", *FIELDS[kind].split()])
+        assert parsed["schema"] == kind.schema
+        seen.append((marker, line.levelname))
+    assert seen == [
+        ("REFIT_COVERAGE", "INFO"),
+        ("REFIT_DISCOVERY", "INFO"),
+        ("REFIT_SLOW_THROUGHPUT", "WARNING"),
+        ("REFIT_STAGES", "INFO"),
+        ("REFIT_DISCOVERY", "INFO"),
+        ("REFIT_IMPOSSIBLE_THROUGHPUT", "WARNING"),
+        ("REFIT_STAGES", "WARNING"),
+    ]

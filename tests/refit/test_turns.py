@@ -135,6 +135,36 @@ def test_calls_from_within_a_refit_are_refused_at_once() -> None:
         assert receiver.verify == "full"
 
 
+def test_a_refit_that_comes_while_another_threads_close_waits_hears_that_it_is_closed() -> None:
+    with tp_cluster() as cluster:
+        cluster.publish(0, weights(0))
+        receiver = cluster.receivers[0]
+        heard: list[str] = []
+        closer = threading.Thread(target=receiver.close)
+
+        def hook(name: str) -> None:
+            if name != "read":
+                return
+            closer.start()
+            while not receiver._turns._closed:
+                time.sleep(0.005)
+            late = threading.Thread(target=lambda: heard.append(refused(receiver)))
+            late.start()
+            late.join(TIMEOUT_S)
+
+        receiver._on_stage = hook
+        cluster.refit_ok(0)
+        closer.join(TIMEOUT_S)
+        assert heard == ["member 'tp0': the receiver is closed, refit() came after that"]
+        assert is_released(receiver)
+
+
+def refused(receiver: Receiver) -> str:
+    with pytest.raises(RefitError) as caught:
+        receiver.refit(0, timeout_s=1.0)
+    return str(caught.value)
+
+
 # -- asyncio
 
 
