@@ -24,11 +24,12 @@ _log = logging.getLogger(__name__)
 DEFAULTS: Mapping[str, str] = {"RNDV_THRESH": "inf"}
 """Set for every context of ours, whatever the environment says; the ``config`` setting overrides them."""
 
-HINTS: Mapping[str, str] = {"CMA_TX_QUOTA": "64", "CMA_SEG_SIZE": "4m"}
+HINTS: Mapping[str, str] = {"CMA_TX_QUOTA": "64", "CMA_SEG_SIZE": "4m", "TCP_TX_SEG_SIZE": "64k"}
 """Set where the library has them.
 
 ``CMA_TX_QUOTA`` copies, of ``CMA_SEG_SIZE`` bytes at most, are made by one call of the progress function (by
 default 1 of 512 KiB; a get that is longer than a segment ends the call), and each call costs us some microseconds.
+Over TCP a fragment of a message has ``TCP_TX_SEG_SIZE`` bytes (by default 8 KiB), and costs both sides some, too.
 """
 
 MEMORY_TYPES: Mapping[MemoryKind, int] = {"dram": d.MEMORY_TYPE_HOST, "vram": d.MEMORY_TYPE_CUDA}

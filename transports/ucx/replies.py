@@ -256,6 +256,8 @@ class Replies:
                 return
             scattered = len(rows) > 1
             describe(self._params, scattered, MEMORY_TYPES[kind])
+            # Copied into the socket's buffers: zero-copy sends of fragments cost more over TCP.
+            self._params.op_attr_mask |= d.OP_FLAG_FAST_CMPL
             buffer = self._cast("void *", int(rows.ctypes.data) if scattered else int(rows[0, 0]))
             count = len(rows) if scattered else nbytes
             ucp = self._library.ucp
