@@ -36,9 +36,7 @@ def test_every_skip_has_a_reason(path):
 
 
 def test_skips_without_a_reason_are_found():
-    good = ast.parse(
-        "pytest.skip('why')\npytest.mark.skipif(True, reason='y')\npytest.importorskip('m', reason='y')"
-    )
+    good = ast.parse("pytest.skip('why')\npytest.mark.skipif(True, reason='y')\npytest.importorskip('m', reason='y')")
     bad = ast.parse(
         "@pytest.mark.skip\ndef f(): ...\npytest.skip()\npytest.importorskip('m')\npytest.mark.skipif(True)"
     )
