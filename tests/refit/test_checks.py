@@ -222,3 +222,15 @@ def test_rows_that_leave_some_out_are_no_check() -> None:
     )
     checks = build_checks(plan(ShardTable([part]), reads, PlanOptions(cost=CostModel(descriptor_s=0.0))))
     assert (checks.checks, checks.partial) == ((), ((0, 0),))
+
+
+def test_a_cell_that_is_staged_once_for_two_parameters_counts_once() -> None:
+    """Tied weights in another dtype: one span, cast into two buffers."""
+    part = ShardPart.from_shards(Holder("t0"), [Shard("w", "bfloat16", (8, 4), (0, 0), (8, 4))], [64])
+    requests = [ReadRequest("w", (8, 4), "float32", (0, 0), (1, 1), (8, 4), i, 0, (4, 1)) for i in range(2)]
+    reads = ReadTable.build([Buffer(f"p{i}", (8, 4), "float32") for i in range(2)], requests)
+    made = plan(ShardTable([part]), reads)
+    received = sum(target.size for wave in range(made.n_waves) for *_, target in rows_of(made, wave))
+    assert received == 64
+    (check,) = build_checks(made).checks
+    assert check.nbytes == received
