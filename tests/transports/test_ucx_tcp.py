@@ -431,6 +431,26 @@ def test_readers_killed_at_random_moments_leave_the_owner_whole(nbytes):
         assert process.close() == 0
 
 
+def test_a_list_waits_for_no_other_list_of_its_peer_to_be_asked_after(reader):
+    """As many as are in flight at a time, and more: those that nobody waits for keep no place once they have landed."""
+    with PeerProcess("ucx", TCP) as process:
+        endpoint, remote = process.serve(MIB, 1)
+        target = Target(reader, endpoint, MIB)
+        at = np.arange(3 * IN_FLIGHT) * 4096
+        lists = [
+            reader.prepare(target.peer, rows(target.allocation.region.address + n, 4096), rows(remote + n, 4096))
+            for n in at.tolist()
+        ]
+        read(reader, lists, timeout_s=10.0)
+        target.allocation.array[:] = 0
+        process.signal(signal.SIGSTOP)  # answers come late, as over a network
+        posted = [reader.post(each) for each in lists]
+        process.signal(signal.SIGCONT)
+        reader.wait(posted[-1:], timeout_s=10.0)
+        reader.wait(posted, timeout_s=10.0)
+        assert np.array_equal(target.allocation.array[: 4096 * len(lists)], pattern(MIB, 1)[: 4096 * len(lists)])
+
+
 @pytest.mark.slow
 def test_readers_killed_while_the_owner_is_stopped_leave_it_whole():
     """When it continues it finds their requests and a connection that is gone."""

@@ -123,23 +123,24 @@ class ParcelRing:
         self._worker = worker
         self._endpoint = endpoint
         self._tag = 0
-        self._free = list(range(IN_FLIGHT))
-        self._requests = [0] * IN_FLIGHT
-        self._status = [d.OK] * IN_FLIGHT
-        self._held: list[object] = [None] * IN_FLIGHT
+        self._running: dict[int, tuple[int, object]] = {}
+        self._ended: dict[int, int] = {}
         self._params = library.ffi.new("ucp_request_param_t *")
 
     @property
     def n_free(self) -> int:
-        """Parcels that can be asked for now."""
-        return len(self._free)
+        """Parcels that can be asked for now: what has ended takes no place, even if its list does not ask after it."""
+        if len(self._running) == IN_FLIGHT:
+            for number in list(self._running):
+                self.in_flight(number)
+        return IN_FLIGHT - len(self._running)
 
     def n_busy(self) -> int:
         """Return 0: receives that have not ended go with their worker, which may be destroyed at any time."""
         return 0
 
     def post(self, parcel: Parcel, memory_type: int, held: object) -> int:
-        """Ask for a parcel and return its number in flight; there must be a free one.
+        """Ask for a parcel and return its number, which is its tag; one must be free.
 
         Parameters
         ----------
@@ -149,33 +150,34 @@ class ParcelRing:
         held : object
             Keeps the parcel's arrays alive.
         """
-        number = self._free.pop()
         self._tag += 1
-        params = self._params
+        number, params = self._tag, self._params
         describe(params, parcel.scattered, memory_type)
-        returned = self._ucp.ucp_tag_recv_nbx(self._worker, parcel.buffer, parcel.count, self._tag, ALL_BITS, params)
-        self._held[number] = held
+        returned = self._ucp.ucp_tag_recv_nbx(self._worker, parcel.buffer, parcel.count, number, ALL_BITS, params)
         if 0 < returned < ERROR_FLOOR:
-            self._requests[number], self._status[number] = returned, d.INPROGRESS
-            header = READ_HEADER.pack(self.reader, self._tag, parcel.nbytes)
+            self._running[number] = returned, held
+            header = READ_HEADER.pack(self.reader, number, parcel.nbytes)
             self._callbacks.send(self._endpoint, READ, header, parcel.there, parcel.there_bytes)
         else:  # nothing was asked for, so nothing can have come
-            self._requests[number], self._status[number] = 0, returned - (1 << 64) if returned else d.ERR_IO_ERROR
+            self._ended[number] = returned - (1 << 64) if returned else d.ERR_IO_ERROR
         return number
 
     def in_flight(self, number: int) -> bool:
         """Return whether a parcel has not ended."""
-        if request := self._requests[number]:
-            self._status[number] = self._ucp.ucp_request_check_status(request)
-        return self._status[number] == d.INPROGRESS
+        if number not in self._running:
+            return False
+        request = self._running[number][0]
+        status = self._ucp.ucp_request_check_status(request)
+        if status == d.INPROGRESS:
+            return True
+        self._ucp.ucp_request_free(request)
+        self._ended[number] = status
+        del self._running[number]
+        return False
 
     def release(self, number: int) -> int:
-        """Take back a parcel that is not in flight; return its status."""
-        if request := self._requests[number]:
-            self._ucp.ucp_request_free(request)
-        self._requests[number], self._held[number] = 0, None
-        self._free.append(number)
-        return self._status[number]
+        """Forget a parcel that is not in flight; return its status."""
+        return self._ended.pop(number)
 
 
 class Parcels:

@@ -113,7 +113,8 @@ class UcxTransport(CommonTransport):
             self._serving = Worker(self._context)
             undo.callback(self._serving.close)
             callbacks = callbacks_of(self._context.library)
-            callbacks.serve_identity(self._serving.handle, callbacks.new_token(), self.incarnation)
+            self._token = callbacks.new_token()
+            callbacks.serve_identity(self._serving.handle, self._token, self.incarnation)
             self._address = self._serving.address()
             self._beacon_map = self._context.map(Region.of(self._beacon_page.array))
             undo.callback(self._context.unmap, self._beacon_map)
@@ -222,6 +223,7 @@ class UcxTransport(CommonTransport):
             self._beacon.close()
             if self._server.close():
                 self._serving.close()
+                callbacks_of(self._context.library).forget(self._token)
             super().close()
 
     def _shut_down(self) -> None:
