@@ -306,12 +306,17 @@ def test_messages_of_nobody_are_passed_over(owner, reader, header):
 def test_a_reader_that_asks_for_too_much_at_a_time_is_refused(owner, reader, monkeypatch):
     served, target = Served(owner), Target(reader, owner.endpoint())
     replies = owner._server._replies
+    pending, sent = replies._worker.pending, 1
     with monkeypatch.context() as patched:
-        patched.setattr(replies, "running", lambda request: True)  # as if nothing were taken
+        # As if nothing were taken; what UCX has sent by the time that it returns has no request.
+        patched.setattr(replies, "running", lambda request: True)
+        patched.setattr(replies._worker, "pending", lambda returned: pending(returned) or sent)
         with pytest.raises(PeerError, match=rf"refuses to be read.*more than {MAX_IN_FLIGHT} reads at a time"):
             target.ask_until_refused(served.address)
-        (busy,) = (*replies._readers.values(), *replies._ending)
-        assert len(busy.sends) == MAX_IN_FLIGHT
+        with replies._lock:
+            (busy,) = (*replies._readers.values(), *replies._ending)
+            assert len(busy.sends) == MAX_IN_FLIGHT
+            busy.sends = type(busy.sends)(send for send in busy.sends if send.request != sent)
     target.peer.close()
 
 
@@ -489,3 +494,42 @@ def test_a_list_ends_with_its_connection(owner, reader):
         prepared = reader.prepare(
             target.peer, rows(target.allocation.region.address, NBYTES), rows(served.address, NBYTES)
         )
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("TCP_RX_SEG_SIZE", "16k"),
+        ("TCP_RX_SEG_SIZE", "65535"),
+        ("TCP_TX_SEG_SIZE", "65KB"),
+        ("TCP_TX_SEG_SIZE", "inf"),
+        ("TCP_TX_SEG_SIZE", "0"),
+    ],
+)
+def test_fragments_that_would_overrun_another_process_are_refused(key: str, value: str) -> None:
+    with pytest.raises(TransportError, match=rf"{key}: expected at (least|most) 64k, got '{value}'"):
+        open_transport("ucx", tls="tcp", config={key: value})
+
+
+def read_whole(owner: UcxTransport, reader: UcxTransport) -> None:
+    served, target = Served(owner), reader.allocate(NBYTES)
+    reader.register([target.region])
+    peer = reader.connect(owner.endpoint(), timeout_s=10, name="owner")
+    into = rows(target.region.address, NBYTES)
+    read(reader, [reader.prepare(peer, into, rows(served.address, NBYTES))], timeout_s=10)
+    assert np.array_equal(target.array, pattern(NBYTES, 1))
+
+
+def test_fragments_of_other_sizes_that_fit(owner: UcxTransport) -> None:
+    config = {"TCP_TX_SEG_SIZE": "8K", "TCP_RX_SEG_SIZE": "128kb"}
+    with open_transport("ucx", tls="tcp", config=config) as other:
+        assert isinstance(other, UcxTransport)
+        read_whole(owner, other)
+        read_whole(other, owner)
+
+
+def test_fragments_in_the_environment_do_not_count(monkeypatch: pytest.MonkeyPatch, owner: UcxTransport) -> None:
+    monkeypatch.setenv("UCX_TCP_RX_SEG_SIZE", "16k")
+    monkeypatch.setenv("UCX_TCP_TX_SEG_SIZE", "16k")
+    with opened() as reader:
+        read_whole(owner, reader)

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -24,16 +25,47 @@ _log = logging.getLogger(__name__)
 DEFAULTS: Mapping[str, str] = {"RNDV_THRESH": "inf"}
 """Set for every context of ours, whatever the environment says; the ``config`` setting overrides them."""
 
-HINTS: Mapping[str, str] = {"CMA_TX_QUOTA": "64", "CMA_SEG_SIZE": "4m", "TCP_TX_SEG_SIZE": "64k"}
-"""Set where the library has them.
+HINTS: Mapping[str, str] = {
+    "CMA_TX_QUOTA": "64",
+    "CMA_SEG_SIZE": "4m",
+    "TCP_TX_SEG_SIZE": "64k",
+    "TCP_RX_SEG_SIZE": "64k",
+    "TCP_CONN_NB": "y",
+}
+"""Set where the library has them, whatever the environment says; the ``config`` setting overrides them.
 
 ``CMA_TX_QUOTA`` copies, of ``CMA_SEG_SIZE`` bytes at most, are made by one call of the progress function (by
 default 1 of 512 KiB; a get that is longer than a segment ends the call), and each call costs us some microseconds.
 Over TCP a fragment of a message has ``TCP_TX_SEG_SIZE`` bytes (by default 8 KiB), and costs both sides some, too.
+With ``TCP_CONN_NB`` an owner that greets a reader whose host is gone keeps no other reader waiting.
 """
+
+_FRAGMENT_BYTES = 64 << 10
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 MEMORY_TYPES: Mapping[MemoryKind, int] = {"dram": d.MEMORY_TYPE_HOST, "vram": d.MEMORY_TYPE_CUDA}
 """UCX's number of each memory kind."""
+
+
+def require_fragments(config: Mapping[str, str]) -> None:
+    """Refuse sizes of TCP fragments with which a process of ours could overrun another's buffer.
+
+    Raises
+    ------
+    TransportUnavailableError
+        If what is sent may be over 64 KiB, or what is received must be below.
+    """
+    for key, expected in (("TCP_TX_SEG_SIZE", "at most"), ("TCP_RX_SEG_SIZE", "at least")):
+        text = config.get(key, "64k")
+        match = re.fullmatch(r"(\d+)([kmg]?)b?", text.strip().lower())
+        nbytes = int(match[1]) * _UNITS[match[2]] if match else 0
+        fits = nbytes <= _FRAGMENT_BYTES if expected == "at most" else nbytes >= _FRAGMENT_BYTES
+        if not nbytes or not fits:
+            raise TransportUnavailableError(
+                f"transport 'ucx': config: {key}: expected {expected} 64k, got {text!r}: the processes of a job must "
+                "fit each other",
+                extra="ucx",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +89,13 @@ class Context:
     Raises
     ------
     TransportUnavailableError
-        If UCX refuses a setting, or has no device that it could use.
+        If UCX refuses a setting, or has no device that it could use; or if a fragment of one process would not fit
+        another's buffer, which UCX does not look at: it writes past it.
     """
 
     def __init__(self, library: Library, config: Mapping[str, str]) -> None:
         self.library = library
+        require_fragments(config)
         self._handle = self._init({**DEFAULTS, **config}, {k: v for k, v in HINTS.items() if k not in config})
         attributes = library.ffi.new("ucp_context_attr_t *")
         attributes.field_mask = d.ATTR_FIELD_REQUEST_SIZE | d.ATTR_FIELD_MEMORY_TYPES
