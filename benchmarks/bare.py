@@ -42,6 +42,12 @@ class BareNixl:
         index = np.arange(n, dtype=np.int32)
         return self.agent.make_prepped_xfer("READ", mine, index, theirs, index), mine, theirs
 
+    @staticmethod
+    def release(prepared: tuple[Any, ...]) -> None:
+        """Release a request and then its lists."""
+        for handle in prepared:
+            handle.release()
+
     def read(self, prepared: Sequence[tuple[object, ...]]) -> Callable[[], None]:
         """Return a function that posts all and polls each until it has ended."""
         handles = [item[0] for item in prepared]

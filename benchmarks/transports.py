@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from benchmarks.bare import BareNixl, BareUcx, vm_read
@@ -48,6 +49,9 @@ KIB, MIB = 1 << 10, 1 << 20
 ROUNDS = 7
 N_PEERS = 16
 READ_S = 120.0
+T = TypeVar("T")
+U = TypeVar("U")
+Seconds = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
 @dataclass
@@ -89,19 +93,29 @@ class Compared:
     cpu_more: float
 
 
-def timed(call: Callable[[], object]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Return the wall and processor seconds of one call."""
+def timed(call: Callable[[], T], undo: Callable[[T], object] | None = None) -> Seconds:
+    """Return the wall and processor seconds of one call, without those of undoing it."""
     start, used = time.perf_counter(), time.process_time()
-    call()
-    return np.array([time.perf_counter() - start, time.process_time() - used])
+    made = call()
+    seconds = np.array([time.perf_counter() - start, time.process_time() - used])
+    if undo is not None:
+        undo(made)
+    return seconds
 
 
-def compare(ours: Callable[[], object], theirs: Callable[[], object], rounds: int) -> Compared:
+def compare(
+    ours: Callable[[], T],
+    theirs: Callable[[], U],
+    rounds: int,
+    undo: Callable[[T], object] | None = None,
+    undo_theirs: Callable[[U], object] | None = None,
+) -> Compared:
     """Time both; see the module."""
-    ours(), theirs()
+    timed(ours, undo), timed(theirs, undo_theirs)
     found = []
     for _ in range(rounds):
-        first, second, third, fourth = timed(ours), timed(theirs), timed(theirs), timed(ours)
+        first, second = timed(ours, undo), timed(theirs, undo_theirs)
+        third, fourth = timed(theirs, undo_theirs), timed(ours, undo)
         found.append(((first + fourth) / 2, (second + third) / 2))
     mine, other = (np.array(side) for side in zip(*found, strict=True))
     wall, cpu = np.median(other / mine, axis=0)
@@ -203,13 +217,14 @@ def preparing(reader: Reader, bare: BareNixl, remote_agent: str, rounds: int) ->
         ("strided rows of 1,000", n_strided * 1000, strided, 1.0),
     ):
 
-        def ours(local: U64 = local, remote: U64 = remote) -> None:
-            reader.prepare(local, remote).close()
+        def ours(local: U64 = local, remote: U64 = remote) -> Prepared:
+            return reader.prepare(local, remote)
 
-        def theirs(local: U64 = local, remote: U64 = remote) -> None:
-            bare.prepare(remote_agent, local, remote)
+        def theirs(local: U64 = local, remote: U64 = remote) -> tuple[object, ...]:
+            return bare.prepare(remote_agent, local, remote)
 
-        times = compare(ours, theirs, rounds)
+        # Both release the request, then the local list, then the remote one: glibc's next allocations depend on it.
+        times = compare(ours, theirs, rounds, lambda made: made.close(), bare.release)
         ns = [seconds / runs * 1e9 for seconds in (*times.cpu, times.cpu_more)]
         name = f"{reader.transport.name}: prepare {runs:,} runs as {what}"
         yield Line(name, ns[0], ns[1], "ns/run", times.cpu_ratio, f"< native + {most:g} ns", ns[2] < most)

@@ -174,15 +174,20 @@ class Holding(Hooks):
         rows.count_runs(local, caps.max_runs)
         here, there = f"transport {self.name!r}, local rows", f"peer {connected.name!r}, remote rows"
         extent = rows.extents(local, here)
+        bounds, bounds_there = rows.bounds_of(local), rows.bounds_of(remote)
         with self._lock:
             self._check_open()
             table, entries = self._ledger.table(), self._ledger.entries()
-            at = table.locate(local[:, rows.ADDRESS], extent, local[:, rows.DEVICE], whose=here)
+            at = table.locate(local[:, rows.ADDRESS], extent, local[:, rows.DEVICE], whose=here, bounds=bounds)
             served = connected.endpoint.regions
             from_at = served.locate(
-                remote[:, rows.ADDRESS], rows.extents(remote, there), remote[:, rows.DEVICE], whose=there
+                remote[:, rows.ADDRESS],
+                rows.extents(remote, there),
+                remote[:, rows.DEVICE],
+                whose=there,
+                bounds=bounds_there,
             )
-            spans = rows.envelopes(local, extent, at)
+            spans = rows.envelopes(local, extent, at, bounds)
             held = [entries[region] for region, _, _ in spans]
             self._ledger.hold(held)
         try:

@@ -7,7 +7,7 @@ since no native memory handle covers it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -22,6 +22,13 @@ KIND_NAMES: tuple[MemoryKind, ...] = ("dram", "vram")
 """Memory kinds; the index of a name is its code in an endpoint message."""
 
 _ADDRESS_LIMIT = (1 << 64) - 1
+_BLOCK = 1 << 13
+"""Rows that are looked at together: what is computed of them stays in the cache and needs no new pages."""
+
+
+def blocks(n_rows: int) -> Iterator[slice]:
+    """Yield slices that cover ``n_rows`` rows, so that no check of a long list fills memory of its length."""
+    return (slice(start, start + _BLOCK) for start in range(0, n_rows, _BLOCK))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +87,39 @@ class Region:
         return Region(int(array.ctypes.data), int(array.nbytes), "dram", 0, array)
 
 
+_WIDE = 256
+"""Rows that are laid side by side, so that one pass reduces all their columns in registers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Least and greatest of each column of rows (address, nbytes, device): they settle most checks of a long list.
+
+    Attributes
+    ----------
+    address, nbytes, device : (int, int)
+        Least and greatest.
+    """
+
+    address: tuple[int, int]
+    nbytes: tuple[int, int]
+    device: tuple[int, int]
+
+    @staticmethod
+    def of(rows: U64) -> Bounds:
+        """Return those of an array of shape (N, 3), C-contiguous, N at least 1."""
+        whole = len(rows) - len(rows) % _WIDE
+        wide, rest = rows[:whole].reshape(-1, _WIDE * 3), rows[whole:]
+        ends = []
+        for reduce in (np.minimum.reduce, np.maximum.reduce):
+            parts = [part for part in (wide, rest) if len(part)]
+            ends.append(
+                reduce(np.concatenate([reduce(part, axis=0).reshape(-1, 3) for part in parts]), axis=0).tolist()
+            )
+        low, high = ends
+        return Bounds(*zip(low, high, strict=True))
+
+
 @dataclass(frozen=True, slots=True)
 class RegionTable:
     """Sorted, read-only columns of regions.
@@ -129,7 +169,9 @@ class RegionTable:
             np.array([r.device for r in kept], np.uint32),
         )
 
-    def locate(self, address: U64, nbytes: U64, device: U64, *, whose: str) -> npt.NDArray[np.intp]:
+    def locate(
+        self, address: U64, nbytes: U64, device: U64, *, whose: str, bounds: Bounds | None = None
+    ) -> npt.NDArray[np.intp]:
         """Return, for each row, the index of a region that contains it.
 
         Parameters
@@ -138,6 +180,8 @@ class RegionTable:
             Rows to place; ``nbytes`` is at least 1.
         whose : str
             Names the side in error messages, such as ``"peer 'trainer-3'"``.
+        bounds : Bounds, optional
+            Those of the rows, where the caller knows them.
 
         Returns
         -------
@@ -155,13 +199,18 @@ class RegionTable:
             raise RegistrationError(
                 f"{whose}: row 0 at {int(address[0]):#x} ({int(nbytes[0])} bytes): no region is registered"
             )
-        low = int(address.min())
+        low, last = bounds.address if bounds else (int(address.min()), int(address.max()))
         guess = int(np.searchsorted(self.address, np.uint64(low), side="right")) - 1
         if guess >= 0:
             at = int(self._reach_index[guess])
             stop = int(self.address[at]) + int(self.nbytes[at])
-            # Two reductions settle the common case: everything in one region.
-            if int(address.max()) < stop and bool((nbytes <= np.uint64(stop) - address).all()):
+            # Reductions settle the common case: everything in one region.
+            if last + (bounds.nbytes[1] if bounds else int(nbytes.max())) <= stop or (
+                last < stop
+                and all(bool((nbytes[row] <= np.uint64(stop) - address[row]).all()) for row in blocks(len(address)))
+            ):
+                if bounds and bounds.device == (self.device[at], self.device[at]):
+                    return np.array([at], np.intp)
                 return self._on_device(np.array([at], np.intp), device, whose)
         place = np.searchsorted(self.address, address, side="right") - 1
         before = place < 0
@@ -178,11 +227,13 @@ class RegionTable:
         return self._on_device(self._reach_index[place], device, whose)
 
     def _on_device(self, index: npt.NDArray[np.intp], device: U64, whose: str) -> npt.NDArray[np.intp]:
-        wrong = device != self.device[index]
-        if wrong.any():
-            row = int(wrong.argmax())
-            expected = int(self.device[index[row if len(index) > 1 else 0]])
-            raise RegistrationError(f"{whose}: row {row} device: got {int(device[row])}, expected {expected}")
+        expected = self.device[index]
+        for block in blocks(len(device)):
+            wrong = device[block] != (expected[block] if len(expected) > 1 else expected)
+            if wrong.any():
+                row = block.start + int(wrong.argmax())
+                should = int(expected[row if len(expected) > 1 else 0])
+                raise RegistrationError(f"{whose}: row {row} device: got {int(device[row])}, expected {should}")
         return index
 
     def _near(self, address: int) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from reshard.transports.regions import U64
+from reshard.transports.regions import U64, Bounds, blocks
 
 SLICE_BYTES = 64 << 20
 """Budget of one slice, in bytes; a run counts `RUN_COST_BYTES` more than it carries."""
@@ -43,12 +43,15 @@ def pair_rows(local: U64, remote: U64) -> tuple[U64, U64]:
     if local.shape != remote.shape:
         raise ValueError(f"rows: local has shape {local.shape}, remote {remote.shape}, expected the same")
     _equal_column(local, remote, NBYTES, "nbytes")
-    empty = local[:, NBYTES] == 0
     if local.shape[1] == 5:
         _equal_column(local, remote, COUNT, "count")
-        empty |= local[:, COUNT] == 0
-    if empty.any():
-        local, remote = local[~empty], remote[~empty]
+        kept = (local[:, NBYTES] != 0) & (local[:, COUNT] != 0)
+    elif not len(local) or int(local[:, NBYTES].min()):
+        return local, remote
+    else:
+        kept = local[:, NBYTES] != 0
+    if not kept.all():
+        local, remote = local[kept], remote[kept]
     return local, remote
 
 
@@ -137,10 +140,10 @@ def merge_adjacent(
     """
     if len(local) < 2:
         return local, remote, local_region, remote_region
-    touch = local[:-1, ADDRESS] + local[:-1, NBYTES] == local[1:, ADDRESS]
-    if not touch.any():
+    if not any(_touch(local, at).any() and (_touch(local, at) & _touch(remote, at)).any() for at in blocks(len(local))):
         return local, remote, local_region, remote_region
-    touch &= remote[:-1, ADDRESS] + remote[:-1, NBYTES] == remote[1:, ADDRESS]
+    whole = slice(0, len(local))
+    touch = _touch(local, whole) & _touch(remote, whole)
     for region in (local_region, remote_region):
         if len(region) > 1:
             touch &= region[:-1] == region[1:]
@@ -187,6 +190,11 @@ def cut_runs(rows: U64, budget_bytes: int = SLICE_BYTES) -> list[int]:
     """
     if not len(rows):
         return [0]
+    if rows.shape[1] == 3 and (size := int(rows[:, NBYTES].min())) == int(rows[:, NBYTES].max()):
+        # All alike: where the weights' sum passes a target needs no sum.
+        total, each = len(rows), size + RUN_COST_BYTES
+        cuts = _targets(total * each, budget_bytes) // each
+        return [0, *(int(cut) for cut in np.unique(cuts) if 0 < cut < total), total]
     weight = rows[:, NBYTES].astype(np.int64)
     weight += RUN_COST_BYTES
     if rows.shape[1] == 3:
@@ -208,13 +216,23 @@ def _targets(whole: int, budget: int) -> npt.NDArray[np.int64]:
     return (np.arange(1, n_parts, dtype=np.int64) * whole) // max(n_parts, 1)
 
 
-def envelopes(rows: U64, extent: U64, region: npt.NDArray[np.intp]) -> list[tuple[int, int, int]]:
+def bounds_of(rows: U64) -> Bounds | None:
+    """Return the bounds of rows of three columns, None if there are none; those of strided rows would say little."""
+    return Bounds.of(rows) if len(rows) and rows.shape[1] == 3 else None
+
+
+def envelopes(
+    rows: U64, extent: U64, region: npt.NDArray[np.intp], bounds: Bounds | None = None
+) -> list[tuple[int, int, int]]:
     """Return ``(region, start, stop)`` for each region touched: the least range that holds all rows in it."""
     if not len(rows):
         return []
-    stop = rows[:, ADDRESS] + extent
+    if len(region) == 1 and bounds is not None and bounds.nbytes[0] == bounds.nbytes[1]:
+        return [(int(region[0]), bounds.address[0], bounds.address[1] + bounds.nbytes[0])]
     if len(region) == 1:
-        return [(int(region[0]), int(rows[:, ADDRESS].min()), int(stop.max()))]
+        stops = (int((rows[at, ADDRESS] + extent[at]).max()) for at in blocks(len(rows)))
+        return [(int(region[0]), int(rows[:, ADDRESS].min()), max(stops))]
+    stop = rows[:, ADDRESS] + extent
     order = np.argsort(region, kind="stable")
     touched, first = np.unique(region[order], return_index=True)
     lows = np.minimum.reduceat(rows[order, ADDRESS], first)
@@ -230,12 +248,20 @@ def _as_rows(rows: object, side: str) -> U64:
 
 
 def _equal_column(local: U64, remote: U64, column: int, name: str) -> None:
-    differs = local[:, column] != remote[:, column]
-    if differs.any():
-        row = int(differs.argmax())
-        raise ValueError(
-            f"rows: row {row} {name}: local has {int(local[row, column])}, remote {int(remote[row, column])}"
-        )
+    for at in blocks(len(local)):
+        differs = local[at, column] != remote[at, column]
+        if differs.any():
+            row = at.start + int(differs.argmax())
+            raise ValueError(
+                f"rows: row {row} {name}: local has {int(local[row, column])}, remote {int(remote[row, column])}"
+            )
+
+
+def _touch(rows: U64, at: slice) -> npt.NDArray[np.bool_]:
+    """Return, for each row of a range that has a next one in the list, whether it ends where that begins."""
+    following = rows[at.start + 1 : at.stop + 1, ADDRESS]
+    ends = rows[at, ADDRESS][: len(following)] + rows[at, NBYTES][: len(following)]
+    return np.asarray(ends == following)
 
 
 def between(local: U64, remote: U64, start: int, stop: int) -> tuple[U64, U64]:

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from reshard.transports import rows as r
 from reshard.transports.copying import LONG_BYTES, CopyList
 from reshard.transports.errors import RegistrationError
-from reshard.transports.regions import Region, RegionTable
+from reshard.transports.regions import Bounds, Region, RegionTable
 
 BASE = 1 << 20
 ONE = np.zeros(1, np.intp)
+U64S = st.integers(0, 2**64 - 1)
 
 
 def table(*spans: tuple[int, int]) -> RegionTable:
@@ -47,6 +48,76 @@ def test_locate_finds_a_region_that_contains_the_row_or_names_the_first_that_has
         begin = int(found.address[region]) - BASE
         assert begin <= start
         assert start + size <= begin + int(found.nbytes[region])
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(0, 3)), min_size=1, max_size=9
+    ),
+    st.integers(0, 600),
+)
+def test_bounds_are_the_least_and_the_greatest(rows: list[tuple[int, int, int]], n_between: int) -> None:
+    listed = [rows[0]] * n_between + rows
+    found = Bounds.of(np.array(listed, np.uint64))
+    columns = list(zip(*listed, strict=True))
+    assert [found.address, found.nbytes, found.device] == [(min(column), max(column)) for column in columns]
+
+
+@pytest.mark.parametrize("n", [1, 255, 256, 257, 2 * 8192 + 1])
+@pytest.mark.parametrize("fault", ["none", "below", "beyond", "long", "device", "sizes"])
+def test_one_bad_row_of_many_is_found_wherever_it_is(n: int, fault: str) -> None:
+    """Long lists are settled by their bounds and looked at in blocks: a row must not be lost between them."""
+    found = RegionTable.build([Region(BASE, 1 << 20)])
+    for at in {0, n // 2, n - 1}:
+        mine = np.zeros((n, 3), np.uint64)
+        mine[:, r.ADDRESS], mine[:, r.NBYTES] = BASE + np.arange(n) * 16, 16
+        theirs = mine.copy()
+        column, value, message = {
+            "none": (r.DEVICE, 0, ""),
+            "below": (r.ADDRESS, BASE - 1, f"x: row {at} "),
+            "beyond": (r.ADDRESS, BASE + (1 << 20) - 15, f"x: row {at} "),
+            "long": (r.NBYTES, (1 << 64) - 1, f"x: row {at} "),
+            "device": (r.DEVICE, 1, f"x: row {at} device: got 1, expected 0"),
+            "sizes": (r.NBYTES, 15, f"row {at} nbytes: local has 15, remote 16"),
+        }[fault]
+        mine[at, column] = value
+        for bounds in (None, r.bounds_of(mine)):
+            arguments = (mine[:, r.ADDRESS], mine[:, r.NBYTES], mine[:, r.DEVICE])
+            if fault in {"none", "sizes"}:
+                index = found.locate(*arguments, whose="x", bounds=bounds)
+                stop = BASE + 16 * n - (1 if fault == "sizes" and at == n - 1 else 0)
+                assert r.envelopes(mine, mine[:, r.NBYTES], index, bounds) == [(0, BASE, stop)]
+            else:
+                with pytest.raises(RegistrationError, match=message):
+                    found.locate(*arguments, whose="x", bounds=bounds)
+        if fault in {"sizes", "long"}:
+            with pytest.raises(ValueError, match=f"row {at} nbytes"):
+                r.pair_rows(mine, theirs)
+
+
+@pytest.mark.parametrize("at", [0, 4, 8190, 8191, 8192, 16383])
+def test_two_rows_that_touch_are_joined_wherever_they_are(at: int) -> None:
+    n = 2 * 8192 + 1
+    mine = np.zeros((n, 3), np.uint64)
+    mine[:, r.ADDRESS], mine[:, r.NBYTES] = BASE + np.arange(n) * 32, 16
+    mine[at + 1 :, r.ADDRESS] -= np.uint64(16)
+    merged, other, *_ = r.merge_adjacent(mine, mine.copy(), ONE, ONE)
+    assert len(merged) == len(other) == n - 1
+    assert merged[at].tolist() == [BASE + 32 * at, 32, 0]
+    apart = mine.copy()
+    apart[at + 1 :, r.ADDRESS] += np.uint64(16)
+    assert len(r.merge_adjacent(mine, apart, ONE, ONE)[0]) == n
+
+
+@given(st.integers(1, 2000), st.integers(1, 1 << 22), st.integers(1 << 21, 1 << 28))
+def test_runs_that_are_alike_are_cut_as_others_are(n: int, size: int, budget: int) -> None:
+    mine = np.zeros((n, 3), np.uint64)
+    mine[:, r.NBYTES] = size
+    weight = np.cumsum(np.full(n, size + r.RUN_COST_BYTES))
+    n_parts = -(-int(weight[-1]) // budget)
+    targets = [part * int(weight[-1]) // n_parts for part in range(1, n_parts)]
+    cuts = {int(np.searchsorted(weight, target, side="right")) for target in targets}
+    assert r.cut_runs(mine, budget) == [0, *sorted(cuts - {0, n}), n]
 
 
 def test_locate_at_both_ends_of_the_address_space() -> None:
