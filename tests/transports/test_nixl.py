@@ -304,6 +304,7 @@ def test_the_library_leaves_the_process_as_it_was() -> None:
     """NIXL turns `logging.raiseExceptions` off and logs at INFO; UCX takes SIGHUP."""
     code = """
 import logging, os, signal
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may ignore it, as nohup does
 before = logging.raiseExceptions, dict(os.environ)
 from reshard.transports import open_transport
 transport = open_transport('nixl')
