@@ -169,12 +169,11 @@ class Holding(Hooks):
     def prepare(self, peer: Peer, local: U64, remote: U64) -> PreparedList:
         """See `Transport.prepare`."""
         connected = self._own_peer(peer)
-        local, remote = rows.pair_rows(local, remote)
+        local, remote, bounds, bounds_there = rows.pair_rows(local, remote)
         caps = self.capabilities
         rows.count_runs(local, caps.max_runs)
         here, there = f"transport {self.name!r}, local rows", f"peer {connected.name!r}, remote rows"
         extent = rows.extents(local, here)
-        bounds, bounds_there = rows.bounds_of(local), rows.bounds_of(remote)
         with self._lock:
             self._check_open()
             table, entries = self._ledger.table(), self._ledger.entries()
@@ -195,7 +194,7 @@ class Holding(Hooks):
                 Region(start, stop - start, entry.region.memory, entry.region.device, entry.region.owner)
                 for entry, (_, start, stop) in zip(held, spans, strict=True)
             ]
-            nbytes = rows.total_bytes(local)
+            nbytes = rows.total_bytes(local, bounds)
             strided = local.shape[1] == 5
             if strided and not (caps.strided_rows and int(local[:, rows.NBYTES].max(initial=0)) <= self.slice_bytes):
                 local, (at, from_at) = rows.expand_rows(local, at, from_at)

@@ -26,8 +26,8 @@ ADDRESS, NBYTES, DEVICE, STRIDE, COUNT = range(5)
 _MAX = (1 << 64) - 1
 
 
-def pair_rows(local: U64, remote: U64) -> tuple[U64, U64]:
-    """Return both sides as C-contiguous arrays of rows that carry bytes.
+def pair_rows(local: U64, remote: U64) -> tuple[U64, U64, Bounds | None, Bounds | None]:
+    """Return both sides as C-contiguous arrays of rows that carry bytes, and their `bounds_of`.
 
     Parameters
     ----------
@@ -42,17 +42,20 @@ def pair_rows(local: U64, remote: U64) -> tuple[U64, U64]:
     local, remote = _as_rows(local, "local"), _as_rows(remote, "remote")
     if local.shape != remote.shape:
         raise ValueError(f"rows: local has shape {local.shape}, remote {remote.shape}, expected the same")
-    _equal_column(local, remote, NBYTES, "nbytes")
+    here, there = bounds_of(local), bounds_of(remote)
+    alike = here is not None and there is not None and {*here.nbytes, *there.nbytes} == {here.nbytes[0]}
+    if not alike:
+        _equal_column(local, remote, NBYTES, "nbytes")
+    if here is not None and here.nbytes[0]:
+        return local, remote, here, there
+    kept = local[:, NBYTES] != 0
     if local.shape[1] == 5:
         _equal_column(local, remote, COUNT, "count")
-        kept = (local[:, NBYTES] != 0) & (local[:, COUNT] != 0)
-    elif not len(local) or int(local[:, NBYTES].min()):
-        return local, remote
-    else:
-        kept = local[:, NBYTES] != 0
+        kept &= local[:, COUNT] != 0
     if not kept.all():
         local, remote = local[kept], remote[kept]
-    return local, remote
+        here, there = bounds_of(local), bounds_of(remote)
+    return local, remote, here, there
 
 
 def extents(rows: U64, whose: str) -> U64:
@@ -97,8 +100,10 @@ def count_runs(rows: U64, max_runs: int) -> int:
     return n_runs
 
 
-def total_bytes(rows: U64) -> int:
+def total_bytes(rows: U64, bounds: Bounds | None = None) -> int:
     """Return the payload in bytes, of rows that lie inside registered regions."""
+    if bounds is not None and bounds.nbytes[0] == bounds.nbytes[1]:
+        return len(rows) * bounds.nbytes[0]
     if rows.shape[1] == 3:
         return int(rows[:, NBYTES].sum())
     return int((rows[:, NBYTES] * rows[:, COUNT]).sum())

@@ -169,14 +169,14 @@ def runs(rows: np.ndarray) -> list[tuple[int, int]]:
 
 @given(strided)
 def test_expanded_rows_are_the_runs_in_order(cases: list[tuple[int, ...]]) -> None:
-    local, remote = r.pair_rows(*both(cases))
+    local, remote, *_ = r.pair_rows(*both(cases))
     expected = [run for run in runs(both(cases)[0]) if run[1]]
     assert runs(local) == expected
     flat, (column,) = r.expand_rows(local, np.arange(len(local)))
     assert runs(flat) == expected
     assert len(column) == (len(flat) if len(local) != 1 else 1)
     assert r.count_runs(local, 10_000) == len(expected)
-    assert r.total_bytes(local) == sum(n for _, n in expected)
+    assert r.total_bytes(local) == r.total_bytes(local, r.bounds_of(local)) == sum(n for _, n in expected)
     for (address, *_), extent in zip(local.tolist(), r.extents(local, "x").tolist(), strict=True):
         inside = [a + n for a, n in expected if a >= address]
         assert address + extent <= max(inside, default=address + extent)
@@ -185,7 +185,7 @@ def test_expanded_rows_are_the_runs_in_order(cases: list[tuple[int, ...]]) -> No
 
 @given(strided, st.integers(1, 200))
 def test_cuts_lose_and_repeat_nothing(cases: list[tuple[int, ...]], budget: int) -> None:
-    local, remote = r.pair_rows(*both(cases))
+    local, remote, *_ = r.pair_rows(*both(cases))
     for mine, theirs in ((local, remote), (r.expand_rows(local)[0], r.expand_rows(remote)[0])):
         cuts = r.cut_runs(mine, budget * 1000)
         assert cuts[0] == 0

@@ -11,7 +11,9 @@ from reshard.transports import EndpointError
 from reshard.transports.identity import ProcessIdentity
 from reshard.transports.ucx import UcxTransport
 from reshard.transports.ucx import declarations as d
+from reshard.transports.ucx.gets import Gets
 from reshard.transports.ucx.payload import UcxAddress, decode_address, encode_address
+from reshard.transports.ucx.requests import CHUNK
 
 keys = st.binary(min_size=1, max_size=40)
 processes = st.builds(
@@ -158,3 +160,36 @@ class TestRing:
         assert again == chunk
         self.finish(256, d.OK)
         assert ring.release(again) == d.OK
+
+
+@pytest.mark.parametrize(("nbytes", "kept"), [(16 << 10, 3), ((16 << 10) - 1, 0)])
+def test_what_is_posted_of_large_gets_is_kept_for_the_next_time(nbytes: int, kept: int) -> None:
+    """And is what would have been made anew."""
+    posted: list[tuple[list[int], list[int], list[int]]] = []
+
+    class Ring:
+        n_free = 4
+
+        def cast(self, _: str, number: int) -> int:
+            return number
+
+        def listed(self, columns: tuple[np.ndarray, ...]) -> tuple[list[int], ...]:
+            return tuple(column.tolist() for column in columns)
+
+        def post(self, endpoint: object, columns: tuple[list[int], list[int], list[int]], *rest: object) -> int:
+            posted.append(columns)
+            return 0
+
+    n = 2 * CHUNK + 5
+    columns = np.arange(n, dtype=np.uint64), np.full(n, nbytes, np.uint64), np.arange(n, dtype=np.uint64) + np.uint64(7)
+    one = np.ones(1, np.uint64)
+    gets = Gets(Ring(), columns, one, one, 0)  # type: ignore[arg-type]
+    for _ in range(2):
+        while gets.next < gets.size:
+            gets.post_next(object())
+        gets.chunks.clear()
+        gets.rewind()
+    assert len(gets._listed) == kept
+    for times in (posted[:3], posted[3:]):
+        for column, listed in zip(columns, zip(*times, strict=True), strict=True):
+            assert [value for chunk in listed for value in chunk] == column.tolist()

@@ -66,11 +66,14 @@ class NativeList:
         """Return a transfer request of the runs ``[start, stop)``."""
         if self._local is None or self._remote is None:
             raise TransferError(f"the list for peer {peer!r} is closed", peer=peer)
-        index = np.arange(start, stop, dtype=np.int32)
-        with self._agent.lock, mapped(f"building a request of {stop - start} runs for peer {peer!r}", peer):
-            return self._agent.native.make_prepped_xfer(
-                "READ", self._local, index, self._remote, index, b"", [self._agent.backend]
-            )
+        index, agent = np.arange(start, stop, dtype=np.int32), self._agent
+        try:
+            with agent.lock:
+                return agent.native.make_prepped_xfer(
+                    "READ", self._local, index, self._remote, index, b"", [agent.backend]
+                )
+        except Exception as error:
+            raise translate(error, f"building a request of {stop - start} runs for peer {peer!r}", peer) from error
 
     def slice_closed(self) -> None:
         """Count a closed slice; the last one frees the lists.  Never raises."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from reshard.transports.errors import TransferError
 from reshard.transports.regions import U64
-from reshard.transports.ucx.requests import CHUNK, RequestRing
+from reshard.transports.ucx.requests import CHUNK, Listed, RequestRing
+
+_LARGE_BYTES = 16 << 10
+"""Where gets are this large on average, what is posted is kept for the next time: below 1 % of their bytes."""
 
 
 class Gets:
@@ -34,7 +37,9 @@ class Gets:
     """
 
     __slots__ = (
+        "_keeps",
         "_key",
+        "_listed",
         "_local",
         "_memh",
         "_memory_type",
@@ -61,6 +66,8 @@ class Gets:
         self.size = len(self._local)
         self.chunks: list[int] = []
         self._key: object = cast("void *", int(rkey[0])) if len(rkey) == 1 else None
+        self._listed: dict[int, Listed] = {}
+        self._keeps = bool(self.size) and int(self._nbytes.sum()) >= self.size * _LARGE_BYTES
         self._single: tuple[object, int, object, int] | None = None
         if self.size == 1:
             at, of = (cast("void *", int(column[0])) for column in (self._local, self._remote))
@@ -88,7 +95,11 @@ class Gets:
             at = slice(self.next, min(self.next + CHUNK, self.size))
             memh = self._memh if len(self._memh) == 1 else self._memh[at]
             key = self._key if self._key is not None else self._rkey[at]
-            columns = (self._local[at], self._nbytes[at], self._remote[at])
+            columns = self._listed.get(self.next)
+            if columns is None:
+                columns = ring.listed((self._local[at], self._nbytes[at], self._remote[at]))
+                if self._keeps:
+                    self._listed[self.next] = columns
             chunk = ring.post(endpoint, columns, memh, key, self._memory_type)
             self.next = at.stop
         self.chunks.append(chunk)
