@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 from types import TracebackType
@@ -17,6 +18,7 @@ import numpy as np
 from reshard.transports import open_transport
 
 PIECE_BYTES = 16 << 20
+START_S = 60.0
 
 
 class Owner:
@@ -48,8 +50,10 @@ class Owner:
         self.endpoints: dict[str, bytes] = {}
 
     def wait(self) -> None:
-        """Wait until it serves; several can be started before."""
+        """Wait until it serves, for `START_S` at most; several can be started before."""
         assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], START_S)[0]:
+            raise TimeoutError(f"the owner process did not serve within {START_S:g} s")
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the owner process ended with code {self._process.wait(30)}")
@@ -70,7 +74,11 @@ class Owner:
         self._process.stdout.close()
 
     def __enter__(self) -> Self:
-        self.wait()
+        try:
+            self.wait()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

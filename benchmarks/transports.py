@@ -13,6 +13,7 @@ How it is compared:
   medians.
 - *Pieces* are read in a random order of the source, so that no side can merge them.
 - *16 peers* are 16 processes, each of which serves through both.
+- *Over TCP* (a section of its own) `ucx` reads by messages; `nixl` reads by UCX's emulation of one-sided reads.
 
 Limits printed beside: one thread of ``numpy.copyto``, and ``process_vm_readv`` with the same pieces in the same order.
 Targets (issue 4) are judged by wall time; `cpu` compares the processor time of both (theirs over ours: 1 is no
@@ -33,6 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
+from unittest import mock
 
 import numpy as np
 from benchmarks.bare import BareNixl, BareUcx, vm_read
@@ -50,6 +52,7 @@ KIB, MIB = 1 << 10, 1 << 20
 ROUNDS = 7
 N_PEERS = 16
 READ_S = 120.0
+TCP_BYTES = 64 * MIB
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 32 << 20
 """The most that glibc takes for the second."""
@@ -305,21 +308,46 @@ def memory(nbytes: int, rounds: int) -> Iterator[Line]:
     yield limit("numpy.copyto, private memory in huge pages", lambda: np.copyto(*apart), nbytes // 2)
 
 
+def tcp(rounds: int) -> Iterator[Line]:
+    """`ucx`, which reads by messages there, beside `nixl`, whose reads UCX emulates; one host, 64 MiB at most."""
+    with (
+        mock.patch.dict(os.environ, UCX_TLS="tcp"),
+        Owner("nixl", "ucx", nbytes=TCP_BYTES) as owner,
+        Reader("nixl", owner, TCP_BYTES) as nixl,
+        Reader("ucx", owner, TCP_BYTES, nixl.target) as ucx,
+    ):
+        for what, piece, n in (
+            ("1024 KiB pieces", MIB, 64),
+            ("64 KiB pieces", 64 * KIB, 1024),
+            ("4 KiB pieces", 4 * KIB, 16384),
+            ("64 B pieces", 64, 32768),
+            ("one read of 64 B", 64, 1),
+        ):
+            pair = nixl.rows(piece, n, gap=piece if piece * n < TCP_BYTES // 2 else 0)
+            times = compare(ucx.read(ucx.prepare(*pair)), nixl.read(nixl.prepare(*pair)), rounds)
+            unit, both = "us", (times.ours * 1e6, times.theirs * 1e6)
+            if n > 1:
+                unit, both = "GB/s", (n * piece / 1e9 / times.ours, n * piece / 1e9 / times.theirs)
+            yield Line(f"ucx over TCP: {what}, against nixl", *both, unit, times.ratio, "", None, times.cpu_ratio)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=1024, help="size of the whole (default 1024)")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of each comparison (default 7)")
-    parser.add_argument("--only", default="native,peers,memory", help="parts to measure (default: native,peers,memory)")
+    every = "native,peers,memory,tcp"
+    parser.add_argument("--only", default=every, help=f"parts to measure (default: {every})")
     parser.add_argument("--json", default="", help="write the lines here, too")
     parser.add_argument("--no-results", action="store_true", help="leave benchmarks/RESULTS.md as it is")
     arguments = parser.parse_args()
     nbytes, rounds = arguments.mib * MIB, arguments.rounds
-    lines: list[Line] = []
+    lines: dict[str, list[Line]] = {}
     print(FORMAT.format(*HEADER))
     parts: dict[str, tuple[tuple[str, ...], Callable[[], Iterator[Line]]]] = {
         "native": (("nixl", "ucx"), lambda: native(nbytes, rounds)),
         "peers": (("nixl", "ucx"), lambda: sixteen_peers(rounds)),
         "memory": (("memory",), lambda: memory(nbytes, rounds)),
+        "tcp": (("nixl", "ucx"), lambda: tcp(rounds)),
     }
     for part in arguments.only.split(","):
         needed, measured = parts[part]
@@ -327,25 +355,28 @@ def main() -> int:
             print(f"{part}: not measured: {reason}")
             continue
         for line in measured():
-            lines.append(line)
+            lines.setdefault("Transports over TCP" if part == "tcp" else "Transports", []).append(line)
             print(line.show(), flush=True)
     load = os.getloadavg()[0]
     machine = (
-        f"{os.cpu_count()} processors, load {load:.1f}, {arguments.mib} MiB, warm pages, {rounds} rounds of "
-        "ours, theirs, theirs, ours."
+        f"{os.cpu_count()} processors, load {load:.1f}, {arguments.mib} MiB (over TCP {TCP_BYTES // MIB}), warm pages, "
+        f"{rounds} rounds of ours, theirs, theirs, ours."
     )
     print(machine)
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps([asdict(line) for line in lines], indent=1))
-    if not arguments.no_results:
-        section = Section("Transports")
-        section.table(HEADER, [line.cells() for line in lines])
+        Path(arguments.json).write_text(
+            json.dumps([asdict(line) for some in lines.values() for line in some], indent=1)
+        )
+    for title, measured_lines in lines.items() if not arguments.no_results else ():
+        section = Section(title)
+        section.table(HEADER, [line.cells() for line in measured_lines])
         section.text(
             "Both sides read the same pages of one owner into the same pages. `ratio`: median over the rounds of their "
             "time over ours; `cpu`: the same of processor time. 1 is no overhead. `limit`: what one thread reaches "
             "on those pages. How it is compared: `benchmarks/transports.py`."
         )
-        write_section(Path(__file__).with_name("RESULTS.md"), "transports", "Transports", machine, [section])
+        key = title.lower().replace(" ", "-")
+        write_section(Path(__file__).with_name("RESULTS.md"), key, title, machine, [section])
     return 0
 
 

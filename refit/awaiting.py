@@ -48,8 +48,7 @@ class AsyncCalls:
         timeout_s: float,
     ) -> RefitReport:
         """`Receiver.refit`."""
-        call = lambda: self.refit(version, after=after, only=only, timeout_s=timeout_s)  # noqa: E731
-        return await in_a_thread(self.member, call)
+        return await in_a_thread(self.member, lambda: self.refit(version, after=after, only=only, timeout_s=timeout_s))
 
     async def aload(
         self: Calls, version: Wanted | VersionKey = "latest", *, only: Sequence[str] = (), timeout_s: float

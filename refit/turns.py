@@ -56,7 +56,7 @@ class Turns:
         if deadline is None:
             if not self._lock.acquire(blocking=False):
                 raise RefitError(f"{self._who} is refitting already: {what} came during a refit")
-        elif not self._lock.acquire(timeout=deadline.timeout_s):
+        elif not self._lock.acquire(timeout=max(deadline.left_s, 0.0)):
             raise RefitTimeoutError(
                 f"{deadline.what}: a refit in another thread was still under way after {deadline.timeout_s:g} s"
             )

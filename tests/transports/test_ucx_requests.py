@@ -13,7 +13,7 @@ from reshard.transports.ucx import UcxTransport
 from reshard.transports.ucx import declarations as d
 from reshard.transports.ucx.gets import Gets
 from reshard.transports.ucx.payload import UcxAddress, decode_address, encode_address
-from reshard.transports.ucx.requests import CHUNK
+from reshard.transports.ucx.requests import CHUNK, N_CHUNKS
 
 keys = st.binary(min_size=1, max_size=40)
 processes = st.builds(
@@ -157,9 +157,25 @@ class TestRing:
             self.finish(which, -3)
         assert ring.release(chunk) == -3
         again = self.post(ring, 1)
-        assert again == chunk
+        assert again != chunk
+        assert again % N_CHUNKS == chunk % N_CHUNKS
         self.finish(256, d.OK)
         assert ring.release(again) == d.OK
+
+    def test_what_has_ended_takes_no_place_even_if_its_list_never_asks(self, ring):
+        """A list that is waited for alone must not wait for others of its connection that nobody drives."""
+        tickets = [self.post(ring, 2) for _ in range(N_CHUNKS)]
+        assert ring.n_free == 0
+        for which, status in ((0, d.OK), (1, -3), (4, d.OK), (5, d.OK)):
+            self.finish(which, status)
+        assert ring.n_free == 2
+        later = [self.post(ring, 2), self.post(ring, 2)]
+        assert len({*tickets, *later}) == N_CHUNKS + 2
+        assert [ring.in_flight(ticket) for ticket in (*tickets, *later)] == [False, True, False, True, True, True]
+        for which in range(8, 12):
+            self.finish(which, d.OK)
+        assert [ring.release(ticket) for ticket in (*later, tickets[2], tickets[0])] == [d.OK, d.OK, d.OK, -3]
+        assert ring.n_free == 2
 
 
 @pytest.mark.parametrize(("nbytes", "kept"), [(16 << 10, 3), ((16 << 10) - 1, 0)])

@@ -33,7 +33,7 @@ class Gets:
     next : int
         First row not yet posted.
     chunks : list of int
-        Those of the ring in flight.
+        Tickets of the ring for what is in flight.
     """
 
     __slots__ = (
@@ -86,7 +86,7 @@ class Gets:
         self.next = 0
 
     def post_next(self, endpoint: object) -> int:
-        """Post the next chunk and return its number; the ring must have a free one."""
+        """Post the next chunk and return its ticket; the ring must have a free one."""
         ring = self.ring
         if self._single is not None:
             chunk = ring.post_one(endpoint, *self._single, self._key, self._memory_type)

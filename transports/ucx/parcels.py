@@ -122,7 +122,8 @@ class ParcelRing:
         self._callbacks = callbacks
         self._worker = worker
         self._endpoint = endpoint
-        self._tag = 0
+        # Not from 0: an owner may still send what it owes to a reader that had this address before.
+        self._tag = int.from_bytes(os.urandom(7), "little")
         self._running: dict[int, tuple[int, object]] = {}
         self._ended: dict[int, int] = {}
         self._params = library.ffi.new("ucp_request_param_t *")

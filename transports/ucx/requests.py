@@ -28,6 +28,7 @@ Listed = tuple[list[object], list[int], list[object]]
 CHUNK = 256
 """Gets posted between two looks at the clock."""
 N_CHUNKS = 4
+_NOBODY = -1
 _ALIGN = 64
 _ERROR_FLOOR = np.uint64(ERROR_FLOOR)
 
@@ -79,10 +80,16 @@ class RequestRing:
         self._status_of = self._status.data
         self._used = [0] * N_CHUNKS
         self._free = list(range(N_CHUNKS))
+        self._ticket = 0
+        self._holders = [_NOBODY] * N_CHUNKS
+        self._ended: dict[int, int] = {}
 
     @property
     def n_free(self) -> int:
-        """Chunks that can be posted now."""
+        """Chunks that can be posted now: what has ended takes no place, even if its list does not ask after it."""
+        if not self._free:
+            for ticket in [ticket for ticket in self._holders if not self.in_flight(ticket)]:
+                self._ended[ticket] = self.release(ticket)
         return len(self._free)
 
     def n_busy(self) -> int:
@@ -97,7 +104,7 @@ class RequestRing:
         rkey: object,
         memory_type: int,
     ) -> int:
-        """Post up to `CHUNK` gets and return the chunk's number; there must be a free one.
+        """Post up to `CHUNK` gets and return their ticket, a number that is never used again; a chunk must be free.
 
         Parameters
         ----------
@@ -136,7 +143,7 @@ class RequestRing:
             told = np.array(returned, np.uint64)
             at_once = (told == 0) | (told >= _ERROR_FLOOR)
             self._status[slots][at_once] = told[at_once].astype(np.int64).astype(np.int8)
-        return chunk
+        return self._hold(chunk)
 
     def listed(self, columns: tuple[U64, U64, U64] | Listed) -> Listed:
         """Return columns as lists, to be kept where they are posted again: a quarter of the cost of a post is this."""
@@ -159,22 +166,34 @@ class RequestRing:
         returned = self._get(endpoint, local, nbytes, remote, rkey, params)
         if returned == 0 or returned >= ERROR_FLOOR:
             self._status_of[first] = returned - (1 << 64) if returned else d.OK
-        return chunk
+        return self._hold(chunk)
+
+    def _hold(self, chunk: int) -> int:
+        self._ticket += N_CHUNKS
+        ticket = self._holders[chunk] = self._ticket + chunk
+        return ticket
 
     def _pointers(self, column: U64) -> list[object]:
         """Return a contiguous column of addresses as cffi pointers."""
         found: list[object] = self._ffi.unpack(self._ffi.cast(self._column, column.ctypes.data), len(column))
         return found
 
-    def in_flight(self, chunk: int) -> bool:
-        """Return whether a request of the chunk has not ended."""
+    def in_flight(self, ticket: int) -> bool:
+        """Return whether a get of the ticket has not ended."""
+        chunk = ticket % N_CHUNKS
+        if self._holders[chunk] != ticket:
+            return False
         first, n = chunk * CHUNK, self._used[chunk]
         if n == 1 or self._status_of[first + n - 1] == d.INPROGRESS:  # mostly they end in order
             return self._status_of[first + n - 1] == d.INPROGRESS
         return bool((self._status[first : first + n] == d.INPROGRESS).any())
 
-    def release(self, chunk: int) -> int:
-        """Take back a chunk that is not in flight; return its worst status."""
+    def release(self, ticket: int) -> int:
+        """Forget a ticket that is not in flight; return its worst status."""
+        chunk = ticket % N_CHUNKS
+        if self._holders[chunk] != ticket:
+            return self._ended.pop(ticket)
         first, n = chunk * CHUNK, self._used[chunk]
+        self._holders[chunk] = _NOBODY
         self._free.append(chunk)
         return int(self._status_of[first]) if n == 1 else int(self._status[first : first + n].min())

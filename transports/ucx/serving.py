@@ -38,7 +38,7 @@ class ServingThread:
     Raises
     ------
     TransportError
-        If there is no descriptor for it.
+        If there is no descriptor for it, or UCX takes no messages.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -50,8 +50,12 @@ class ServingThread:
         except OSError as error:
             raise TransportError(f"transport 'ucx': no descriptor for the serving thread: {error}") from error
         self._thread = threading.Thread(target=self._run, name="reshard-ucx-serve", daemon=True)
-        self._replies = Replies(worker, self._wake)
-        self._thread.start()
+        try:
+            self._replies = Replies(worker, self._wake)
+            self._thread.start()
+        except BaseException:
+            os.close(self._wake_fd)
+            raise
 
     def serve(self, region: Region) -> None:
         """Let a region be read; see `Replies.serve`."""
