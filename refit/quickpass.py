@@ -130,11 +130,18 @@ class _Watch:
 
 
 _active = threading.local()
+_once = threading.Lock()
+"""torch takes one registration of a key: ranks that are threads of one process may capture at the same moment."""
+
+
+def _guard() -> Callable[[], object] | None:
+    """Makes a context in which operations go to this thread's `_Watch`. None if torch cannot be set up for that."""
+    with _once:
+        return _set_up()
 
 
 @cache
-def _guard() -> Callable[[], object] | None:
-    """Set torch up, once; makes a context in which operations go to this thread's `_Watch`. None if it cannot be."""
+def _set_up() -> Callable[[], object] | None:
     require("torch", extra="torch")
     import torch
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
@@ -157,7 +159,7 @@ def test_a_torch_without_the_key_is_said_once_and_the_recorder_sees_the_same(
     manifest = manifest_of({"w": t(5)})
     quick = record(model.load_weights, manifest, destinations)
     assert isinstance(quick, Seen)
-    monkeypatch.setattr(quickpass, "_guard", functools.cache(quickpass._guard.__wrapped__))
+    monkeypatch.setattr(quickpass, "_set_up", functools.cache(quickpass._set_up.__wrapped__))
     monkeypatch.setattr(torch._C, "_dispatch_key_parse", no_key)
     for _ in range(2):
         slow = record(model.load_weights, manifest, destinations)
@@ -175,3 +177,22 @@ def test_why_a_loader_is_followed_slowly_is_said(caplog: pytest.LogCaptureFixtur
     assert [r.getMessage() for r in caplog.records if "operation by operation" in r.getMessage()] == [
         "capture follows this loader operation by operation, since the quick pass met aten.mul.Tensor"
     ]
+
+
+def test_threads_that_capture_first_at_the_same_moment_all_have_it() -> None:
+    code = """
+import sys, threading
+from reshard.refit import quickpass
+sys.setswitchinterval(1e-6)
+start, found = threading.Barrier(8), []
+def look():
+    start.wait()
+    found.append(quickpass._guard())
+threads = [threading.Thread(target=look) for _ in range(8)]
+for t in threads: t.start()
+for t in threads: t.join()
+assert None not in found and len(set(map(id, found))) == 1, found
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
