@@ -41,7 +41,7 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/.test
 	@touch $@
 
 .PHONY: refit
-refit: $(VENV)/.demo ## refit a small Qwen3-MoE from 4 FSDP2 trainers into 2 tensor-parallel ranks, twice, and check every byte
+refit: $(VENV)/.demo ## refit a small Qwen3-MoE from 4 FSDP2 trainers into 2 tensor-parallel ranks, three times, and check every byte
 	$(BIN)/reshard demo $(REFIT_ARGS)
 
 .PHONY: test

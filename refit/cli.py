@@ -52,16 +52,23 @@ def _application() -> Callable[[], object]:
         tp: int = typer.Option(2, help="Tensor-parallel inference processes."),
         layers: int = typer.Option(4, help="Decoder layers."),
         model: str = typer.Option("moe", help="moe (Qwen3-MoE, 6 experts) or dense (Qwen3, tied embeddings)."),
-        refits: int = typer.Option(2, help="Refits, with an optimizer step before each but the first."),
-        cut_hints: bool = typer.Option(
-            False, "--cut-hints", help="From the second version on, lay buffers out by what the ranks read."
+        refits: int | None = typer.Option(
+            None,
+            help="Refits, with an optimizer step before each but the first.",
+            show_default="3; 2 without cut hints",
+        ),
+        cut_hints: bool | None = typer.Option(
+            None,
+            "--cut-hints/--no-cut-hints",
+            help="From the second version on, lay buffers out by what the ranks read.",
+            show_default="yes; no with --kill",
         ),
         kill: str = typer.Option("", help="Kill this trainer (e.g. trainer-2) in the middle of the second refit."),
         keep: Path | None = typer.Option(None, help="Leave checkpoints, parameters and logs in this folder."),  # noqa: B008
         json_file: Path | None = typer.Option(None, "--json", help="Write the report to this file as JSON."),  # noqa: B008
         timeout: float = typer.Option(300.0, help="Deadline of the whole run, in seconds."),
     ) -> None:
-        """Refit a small real model from FSDP2 trainers into tensor-parallel ranks, twice, and compare every byte."""
+        """Refit a small real model from FSDP2 trainers into tensor-parallel ranks thrice, and compare every byte."""
         _demo(
             transport=transport,
             trainers=trainers,
@@ -137,8 +144,8 @@ def _demo(
     tensor_parallel: int,
     layers: int,
     model: str,
-    refits: int,
-    cut_hints: bool,
+    refits: int | None,
+    cut_hints: bool | None,
     kill: str,
     keep: Path | None,
     json_file: Path | None,
@@ -151,6 +158,8 @@ def _demo(
     from reshard.refit.demo.run import run_demo
     from reshard.refit.demo.settings import DemoError, DemoSettings
 
+    cut_hints = not kill if cut_hints is None else cut_hints
+    refits = (3 if cut_hints else 2) if refits is None else refits
     settings = DemoSettings(
         transport=transport,
         trainers=trainers,

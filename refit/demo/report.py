@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from reshard.planner.errors import require
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["as_json", "print_report", "progress_bar"]
 
-COLUMNS_A_TABLE: Final = 4
+COLUMNS_A_TABLE: Final = 5
 
 
 @contextlib.contextmanager
@@ -85,11 +85,8 @@ def print_report(report: DemoReport, console: Console) -> None:
         soft_wrap=one_line,
     )
     console.print(_moved(report))
-    columns = [(refit, name) for name in report.settings.inference_names for refit in range(len(report.refits))]
-    n_refits = len(report.refits)
-    n_columns = max(COLUMNS_A_TABLE // n_refits, 1) * n_refits
-    for first in range(0, len(columns), n_columns):
-        console.print(_stages(report, columns[first : first + n_columns]))
+    for first in range(0, len(report.refits), COLUMNS_A_TABLE):
+        console.print(_stages(report.refits[first : first + COLUMNS_A_TABLE]))
     console.print("certificate")
     for name in settings.inference_names:
         console.print(f"  {_certificate(name, report.refits[-1])}", soft_wrap=one_line)
@@ -147,21 +144,24 @@ def _certificate(name: str, refit: RefitOfRanks) -> str:
     )
 
 
-def _stages(report: DemoReport, columns: list[tuple[int, str]]) -> Table:
+def _stages(refits: Sequence[RefitOfRanks]) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(title="milliseconds a stage", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    title = "milliseconds a stage, of the rank that took longest"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("stage")
-    of_column: list[dict[str, JsonValue]] = []
-    for index, name in columns:
-        rank = report.refits[index].ranks[name]
-        table.add_column(f"{name}\n{_kind(rank)}, step {report.refits[index].step}", justify="right")
-        stages = rank["stages"]
-        of_column.append(stages if isinstance(stages, dict) else {})
-    names = list(dict.fromkeys(stage for stages in of_column for stage in stages))
-    for stage in names:
-        table.add_row(stage, *(f"{1e3 * _number(s[stage]):.1f}" if stage in s else "-" for s in of_column))
+    of_column: list[dict[str, float]] = []
+    for refit in refits:
+        table.add_column(f"{_kind(next(iter(refit.ranks.values())))}, step {refit.step}", justify="right")
+        longest: dict[str, float] = {}
+        for rank in refit.ranks.values():
+            stages = rank["stages"]
+            for stage, seconds in (stages if isinstance(stages, dict) else {}).items():
+                longest[stage] = max(longest.get(stage, 0.0), _number(seconds))
+        of_column.append(longest)
+    for stage in dict.fromkeys(stage for longest in of_column for stage in longest):
+        table.add_row(stage, *(f"{1e3 * s[stage]:.1f}" if stage in s else "-" for s in of_column))
     return table
 
 

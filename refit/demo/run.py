@@ -1,9 +1,9 @@
 """The demo from start to end: what `reshard demo` does.
 
 1. Start the nursery, the rendezvous service, the trainers, the inference ranks and the judge.
-2. Twice: publish, refit, save a checkpoint from gathered tensors, compare every inference parameter with what the
-   same loader makes of that checkpoint, put the ranks back together and compare greedy tokens. In between, one
-   optimizer step.
+2. As often as asked for: publish, refit, save a checkpoint from gathered tensors, compare every inference parameter
+   with what the same loader makes of that checkpoint, put the ranks back together and compare greedy tokens. In
+   between, one optimizer step.
 3. Return the report; anything that differs is a `DemoError` that says what.
 """
 

@@ -52,13 +52,14 @@ class DemoSettings:
     model
         "moe" or "dense".
     refits
-        How many refits, at least 2, with an optimizer step before each but the first.
+        How many refits, at least 2, with an optimizer step before each but the first. With `cut_hints` the third is
+        the first warm one.
     cut_hints
         Whether the trainers lay their buffers out, from the second version on, by the boxes that the inference ranks
         read: that refit plans anew, and all that is read later is verified.
     kill
-        Name of a trainer to kill in the middle of the second refit, the last one then; empty kills none. With replicas
-        (sharding "hsdp") the ranks go on; without, they keep the old weights and the run fails.
+        Name of a trainer to kill in the middle of the second refit, the last one then and a warm one; empty kills none.
+        With replicas (sharding "hsdp") the ranks go on; without, they keep the old weights and the run fails.
     keep
         Folder to leave checkpoints, parameter dumps and process logs in; None takes a temporary folder.
     timeout_s
@@ -76,8 +77,8 @@ class DemoSettings:
     tensor_parallel: int = 2
     layers: int = 4
     model: str = "moe"
-    refits: int = 2
-    cut_hints: bool = False
+    refits: int = 3
+    cut_hints: bool = True
     kill: str = ""
     keep: Path | None = None
     timeout_s: float = 300.0
@@ -99,6 +100,8 @@ class DemoSettings:
             raise DemoError(f"--refits: got {self.refits}, expected 2 to {MAX_REFITS}")
         if self.kill and self.refits != 2:
             raise DemoError(f"--kill: got {self.refits} refits, expected 2: without the trainer there is no next step")
+        if self.kill and self.cut_hints:
+            raise DemoError("--kill: got --cut-hints, expected none: the refit that loses a trainer is a warm one")
         if self.kill and self.kill not in self.trainer_names:
             raise DemoError(f"--kill: got {self.kill!r}, expected one of {', '.join(self.trainer_names)}")
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):

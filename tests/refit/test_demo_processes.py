@@ -184,6 +184,8 @@ def test_nothing_outlives_the_parent(tmp_path: Path, number: signal.Signals) -> 
         ({"trainers": 0}, "--trainers: got 0"),
         ({"tensor_parallel": 3}, "--tp: got 3, expected a divisor of the 8 query heads"),
         ({"layers": 0}, "--layers: got 0"),
+        ({"kill": "trainer-2"}, "--kill: got 3 refits, expected 2"),
+        ({"kill": "trainer-2", "refits": 2}, "--kill: got --cut-hints, expected none"),
         ({"timeout_s": float("nan")}, "--timeout: got nan"),
     ],
 )
