@@ -17,7 +17,7 @@ from reshard.refit.errors import RefitError
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient, WeightTransferUpdatePayload
 
-__all__ = ["SeveralEngines"]
+__all__ = ["SeveralEngines", "ask_engine"]
 
 
 class SeveralEngines:
@@ -67,7 +67,8 @@ class SeveralEngines:
 
     def _on_all(self, call: str, calls: Sequence[Callable[[VLLMWeightSyncClient], None]]) -> None:
         with ThreadPoolExecutor(len(calls), thread_name_prefix=f"reshard-{call}") as pool:
-            made = [pool.submit(each, client) for each, client in zip(calls, self.clients, strict=True)]
+            asked = [partial(each, client) for each, client in zip(calls, self.clients, strict=True)]
+            made = [pool.submit(ask_engine, call, ask) for ask in asked]
             failures = {e: error for e, future in enumerate(made) if (error := future.exception()) is not None}
         if failures:
             told = "; ".join(f"engine {e}: {type(error).__name__}: {error}" for e, error in failures.items())
@@ -77,3 +78,21 @@ class SeveralEngines:
 
 def _init(client: VLLMWeightSyncClient, info: dict[str, Any]) -> None:
     client.init_weight_transfer_engine(info)
+
+
+def ask_engine(call: str, ask: Callable[[], object]) -> None:
+    """Make one of a client's calls.
+
+    Raises
+    ------
+    RefitError
+        An HTTP error, which by itself says no more than its status, with the body of the answer. All others are the
+        client's own.
+    """
+    try:
+        ask()
+    except Exception as error:
+        body = getattr(getattr(error, "response", None), "text", "")
+        if not body:
+            raise
+        raise RefitError(f"{call}: {error}: {body}") from error

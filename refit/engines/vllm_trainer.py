@@ -6,6 +6,9 @@
    collectives.
 3. ``send_weights`` publishes the next step on all ranks; rank 0 then calls ``start_weight_update``,
    ``update_weights`` and ``finish_weight_update`` through the client it was given.
+4. All ranks return when the engine has the step, since it reads all of them: a rank that went on to `shutdown` or to
+   its end would take away what is being read. They tell each other over torch.distributed
+   (`reshard.refit.engines.vllm_ranks`).
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 from reshard.planner.errors import require
+from reshard.refit.engines.vllm_clients import ask_engine
+from reshard.refit.engines.vllm_ranks import on_all_ranks
 from reshard.refit.errors import PublishError
 from reshard.refit.tensors import LocalTensor, full
 
@@ -46,7 +51,8 @@ class ReshardTrainerInitInfo:
     Attributes
     ----------
     rank, world_size
-        This trainer rank, and how many there are.
+        This trainer rank, and how many there are. Where they are those of torch.distributed's default group, each call
+        ends on all ranks alike; elsewhere keep all ranks until rank 0's ``send_weights`` has returned.
     rendezvous, model, group, transport, token, tls
         As in `reshard.refit.engines.vllm_worker.ReshardInitInfo`, and handed on to the engine.
     run_id
@@ -204,32 +210,55 @@ def trainer_engine_type() -> type[TrainerWeightTransferEngine[Any]]:
             """Join the rendezvous; rank 0 makes the engine join too."""
             if source is None:
                 raise PublishError("the back end 'reshard' publishes a source; none was given")
-            made = cls(init_info, client=client, source=source)
-            if made.is_sender:
-                try:
-                    client.init_weight_transfer_engine(init_info.of_engine())
-                except BaseException:
-                    made.shutdown()
-                    raise
-            return made
+            made: list[Self] = []
+            call = "init_weight_transfer_engine"
+
+            def join() -> None:
+                made.append(cls(init_info, client=client, source=source))
+                if made[0].is_sender:
+                    ask_engine(call, lambda: client.init_weight_transfer_engine(init_info.of_engine()))
+
+            try:
+                on_all_ranks(init_info.rank, init_info.world_size, call, join)
+            except BaseException:
+                for joined in made:
+                    joined.shutdown()
+                raise
+            return made[0]
 
         def send_weights(self) -> None:
-            """Publish the next step, and have the engine take it; its weight version becomes ``epoch:step``."""
+            """Publish the next step, and have the engine take it; its weight version becomes ``epoch:step``.
+
+            Raises
+            ------
+            PublishError
+                On ranks where nothing failed: it did on others. The engine has the weights that it had.
+            """
+            info = self._info
             self._step += 1
-            tensors = self._tensors()
-            if self._publisher is not None:
-                self._publisher.publish(
-                    epoch=self._epoch,
-                    step=self._step,
-                    tensors=tensors,
-                    empty=not tensors,
-                    timeout_s=self._info.timeout_s,
-                )
-            if self.is_sender:
-                version = {"epoch": self._epoch, "step": self._step, "timeout_s": self._info.timeout_s}
-                self.client.start_weight_update()
-                self.client.update_weights(version)
-                self.client.finish_weight_update(f"{self._epoch}:{self._step}")
+            tensors = self._tensors()  # its collectives are the trainer's own
+            on_all_ranks(info.rank, info.world_size, f"publishing step {self._step}", lambda: self._publish(tensors))
+            on_all_ranks(info.rank, info.world_size, f"the engine's update to step {self._step}", self._update)
+
+        def _publish(self, tensors: Sequence[LocalTensor]) -> None:
+            if self._publisher is None:
+                return
+            self._publisher.publish(
+                epoch=self._epoch,
+                step=self._step,
+                tensors=tensors,
+                empty=not tensors,
+                timeout_s=self._info.timeout_s,
+            )
+
+        def _update(self) -> None:
+            if not self.is_sender:
+                return
+            version = {"epoch": self._epoch, "step": self._step, "timeout_s": self._info.timeout_s}
+            ask_engine("start_weight_update", self.client.start_weight_update)
+            ask_engine("update_weights", lambda: self.client.update_weights(version))
+            weight_version = f"{self._epoch}:{self._step}"
+            ask_engine("finish_weight_update", lambda: self.client.finish_weight_update(weight_version))
 
         def _tensors(self) -> Sequence[LocalTensor]:
             if self._sharded is not None:

@@ -1,17 +1,24 @@
-"""The parts of the vLLM plug-in that need no vLLM: groups of engines, calls to several engines, workers' replies."""
+"""The parts of the vLLM plug-in that need no vLLM: groups of engines, calls to several engines, workers' replies,
+trainer ranks whose calls end alike."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from reshard.refit.engines.vllm_clients import SeveralEngines
+from reshard.refit.demo.supervisor import Supervisor
+from reshard.refit.engines.vllm_clients import SeveralEngines, ask_engine
 from reshard.refit.engines.vllm_replies import Reply, call_worker, values_of
 from reshard.refit.engines.vllm_worker import ReshardInitInfo, group_of
 from reshard.refit.errors import RefitError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def parallel(**changes: int) -> Any:
@@ -120,6 +127,37 @@ def test_an_error_names_its_engine(fails: str) -> None:
     assert isinstance(told.value.__cause__, OSError)
     if fails == "start":  # the engine that had opened an update has closed it
         assert clients[0].calls == ["start", "finish"]
+
+
+def test_an_http_error_says_what_the_server_said() -> None:
+    def refused() -> None:
+        error = OSError("500 Server Error")
+        error.response = SimpleNamespace(text="step 9 is gone")  # type: ignore[attr-defined]
+        raise error
+
+    with pytest.raises(RefitError, match="update_weights: 500 Server Error: step 9 is gone") as told:
+        ask_engine("update_weights", refused)
+    assert isinstance(told.value.__cause__, OSError)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the ranks talk over torch.distributed")
+def test_a_call_ends_alike_on_all_trainer_ranks(tmp_path: Path) -> None:
+    """Nobody returns before the engine has the weights, and what fails on one rank is an error on all."""
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    with Supervisor(("torch.distributed",), tmp_path, environment=environment) as supervisor:
+        ranks = [
+            supervisor.start(
+                f"rank-{rank}",
+                "tests.refit.vllm_rank_workers:run_rank",
+                {"rank": rank, "world": 2, "store": str(tmp_path / "store"), "done": str(tmp_path / "done")},
+            )
+            for rank in range(2)
+        ]
+        first, second = supervisor.wait(ranks, timeout_s=50).values()
+    failed = "PublishError: publishing step 3 failed on 1 of 2 trainer ranks: rank 1: ValueError: no room"
+    assert first == {"waited": True, "told": failed, "alone": ""}
+    own = "ValueError: no room"
+    assert second == {"waited": True, "told": own, "alone": own}
 
 
 def test_replies_of_workers() -> None:

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from tests.vllm.children import ROOT, Child, ChildError
-from tests.vllm.conftest import TRANSPORT, VLLM_ENV, Site
+from tests.vllm.children import ROOT, Child, ChildError, Hosts
+from tests.vllm.conftest import TRANSPORT, VLLM_ENV, Site, all_ask
 from tests.vllm.server import HTTPFailure, Server
 
 PROMPT = [1, 2, 3, 5, 8, 13]
@@ -37,11 +37,11 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory: pytest.TempPathFactory, hosts: Hosts) -> Iterator[Served]:
     from reshard.rendezvous.service import serve
 
     with serve(listen="127.0.0.1:0") as rendezvous:
-        site = Site(tmp_path_factory.mktemp("http"), rendezvous.address)
+        site = Site(tmp_path_factory.mktemp("http"), rendezvous.address, hosts)
         server: Server | None = None
         try:
             arguments = {"family": "qwen3_tied", "store": str(site.folder)}
@@ -62,8 +62,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         finally:
             if server is not None:
                 server.close()
-            for child in site.children:
-                child.close()
+            site.close()
 
 
 def test_the_trainer_side_drives_the_routes(served: Served) -> None:
@@ -78,6 +77,31 @@ def test_the_trainer_side_drives_the_routes(served: Served) -> None:
         served.server.post("resume")
         assert served.server.say(PROMPT, N_TOKENS) == served.tokens[number]
     served.sender.ask("disconnect", model="sent")
+
+
+def test_sharded_ranks_send_together(served: Served) -> None:
+    """FSDP2 ranks: none goes on before the engine has read all of them, so each may leave at once; errors reach all."""
+    ranks = served.site.trainers("qwen3_tied", n=2)
+    all_ask(ranks, "connect", url=served.server.url, model="sharded")
+    all_ask(ranks, "load", folder=str(served.site.folder / "1"))
+    all_ask(ranks, "send")
+    served.server.post("reset_prefix_cache")
+    assert served.server.say(PROMPT, N_TOKENS) == served.tokens[1]
+    served.server.post("start_weight_update")
+    for rank in ranks:
+        rank.post("send")
+    own = "start_weight_update: 500 .*already active"
+    others = f"update to step 2 failed on 1 of 2 trainer ranks: rank 0: .*{own}"
+    for rank, told in zip(ranks, (own, others), strict=True):
+        with pytest.raises(ChildError, match=told):
+            rank.result(120)
+    served.server.post("finish_weight_update")
+    all_ask(ranks, "load", folder=str(served.site.folder / "0"))
+    all_ask(ranks, "send_and_leave")
+    served.server.post("reset_prefix_cache")
+    assert served.server.get("weight_info") == {"weight_version": "0:3"}
+    assert served.server.say(PROMPT, N_TOKENS) == served.tokens[0]
+    served.site.end(*ranks)
 
 
 def test_plain_requests_drive_the_routes(served: Served) -> None:
@@ -155,7 +179,7 @@ def test_a_wrong_update_is_an_http_error_and_the_server_goes_on(served: Served) 
 
 def test_an_error_reaches_the_trainer(served: Served) -> None:
     """What the engine refuses makes `trainer_init` raise, with vLLM's status."""
-    with pytest.raises(ChildError, match="500 Server Error"):
+    with pytest.raises(ChildError, match=r"500 Server Error.*verify='perhaps'"):
         served.sender.ask("connect", model="sent", urls=[served.server.url], options={"verify": "perhaps"})
     served.server.get("health")
 

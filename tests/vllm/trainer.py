@@ -26,6 +26,7 @@ BIAS = "e_score_correction_bias"
 class Trainer:
     def __init__(self, arguments: dict[str, Any]) -> None:
         torch.set_num_threads(1)
+        self.arguments = arguments
         self.rank, self.n = arguments["rank"], arguments["n"]
         dist.init_process_group(
             "gloo", store=dist.FileStore(arguments["store"], self.n), rank=self.rank, world_size=self.n
@@ -87,6 +88,41 @@ class Trainer:
             saved.tie_weights()
             saved.save_pretrained(folder)
 
+    def load(self, folder: str) -> None:
+        """Take a checkpoint's values."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        set_model_state_dict(self.model, loaded.state_dict(), options=StateDictOptions(full_state_dict=True))
+
+    def connect(self, url: str, model: str) -> None:
+        """Join an engine over HTTP by vLLM's own trainer-side interface."""
+        from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, WeightTransferTrainerFactory
+
+        from reshard.refit.engines.vllm_trainer import ReshardTrainerInitInfo, checkpoint_source
+        from reshard.refit.engines.vllm_worker import register
+
+        register()
+        info = ReshardTrainerInitInfo(
+            rank=self.rank,
+            world_size=self.n,
+            rendezvous=self.arguments["rendezvous"],
+            model=model,
+            run_id=self.arguments["store"],
+            transport=self.arguments["transport"],
+            timeout_s=60.0,
+        )
+        client = HTTPVLLMWeightSyncClient(url)
+        source = checkpoint_source(self.model)
+        self.sender = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+
+    def send(self) -> None:
+        self.sender.send_weights()
+
+    def send_and_leave(self) -> None:
+        self.sender.send_weights()
+        self.sender.shutdown()
+
     def hang_up(self) -> None:
         """Let nobody read any more, without a word to the rendezvous."""
         self.wire.close()
@@ -105,4 +141,5 @@ def _renamed(tensor: Any, name: str) -> Any:
 
 
 if __name__ == "__main__":
-    host(sys.argv[1], Trainer, ("publish", "train", "save", "hang_up"))
+    commands = ("publish", "train", "save", "load", "connect", "send", "send_and_leave", "hang_up")
+    host(sys.argv[1], Trainer, commands)
