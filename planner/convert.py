@@ -87,7 +87,7 @@ def storage_dtype(label: str) -> np.dtype[np.generic]:
     found: np.dtype[np.generic] | None = _NATIVE.get(label, _SMALL_STORAGE.get(label))
     if found is None:
         known = dtype(label)
-        raise DTypeError(f"dtype '{label}' has {known.bits} bits an element: casts need whole bytes")
+        raise DTypeError(f"dtype '{label}' has {known.bits} bits an element: no array holds one, so none is cast")
     return found
 
 

@@ -34,7 +34,7 @@ from reshard.refit.offering import Offering
 from reshard.refit.preface import Preface, digest_region_bytes
 from reshard.refit.published import Published
 from reshard.refit.residency import Span, require_mapped
-from reshard.refit.tensors import LocalTensor, is_torch
+from reshard.refit.tensors import LocalTensor, is_torch, tensors_of
 from reshard.rendezvous.types import VersionKey
 from reshard.transports.regions import Region
 
@@ -93,7 +93,7 @@ class InPlacePublisher:
         self._offering = Offering(transport, rendezvous, model=model, slot=slot, slots=slots, host=host, ttl_s=ttl_s)
         self.model, self.slot = model, slot
         self._rendezvous = rendezvous
-        self._tensors = tuple(tensors)
+        self._tensors = tuple(tensors_of(tensors, f"slot {slot!r}"))
         self._digests = digests
         self._aliases = dict(aliases or {})
         if self._aliases and not digests:

@@ -31,7 +31,7 @@ from reshard.refit.offering import Offering
 from reshard.refit.published import Published
 from reshard.refit.relayout import LayoutInForce
 from reshard.refit.residency import require_mapped, spans_of
-from reshard.refit.tensors import LocalTensor, is_torch
+from reshard.refit.tensors import LocalTensor, is_torch, tensors_of
 from reshard.rendezvous.types import VersionKey
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class Publisher:
         cuts: Cuts | None,
         deadline: Deadline,
     ) -> Published:
-        given = list(tensors)
+        given = tensors_of(tensors, f"slot {self.slot!r}")
         if empty != (not any(t.n_elems for t in given)):
             raise PublishError(
                 f"slot {self.slot!r}: {'some' if given else 'no'} tensors with empty={empty}; a rank that holds "

@@ -7,13 +7,14 @@ torch tensor is recognised by its module when it is used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from reshard.planner.dtypes import dtype as parse_dtype
+from reshard.planner.errors import DTypeError
 from reshard.refit.errors import PublishError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     ArrayLike: TypeAlias = "NDArray[np.generic] | torch.Tensor"
 
-__all__ = ["LocalTensor", "SourceTensor", "is_torch"]
+__all__ = ["LocalTensor", "SourceTensor", "is_torch", "tensors_of"]
 
 
 def is_torch(value: object) -> bool:
@@ -45,14 +46,24 @@ class LocalTensor:
     start
         Where the box starts, one entry a dim; it spans ``data.shape``.
     data
-        The local piece: a NumPy array or a torch tensor of any strides. Sub-byte and bfloat16 values in NumPy are
-        given as raw bytes or integers of the same width (``bfloat16`` as ``uint16``).
+        The local piece: a NumPy array or a torch tensor of any strides. What NumPy has no dtype for is given as
+        integers of the same width (``bfloat16`` as ``uint16``), packed elements of less than a byte as their bytes,
+        labelled ``uint8``.
     replica_group
         A non-negative claim number: pieces of one box with equal claims have equal content. -1 claims nothing.
     axes
         Names of the stored axes where they matter (``("in", "out")``), else None.
     wire_dtype
         The dtype to publish as, if this tensor departs from the publisher's own rule; None follows the rule.
+
+    Raises
+    ------
+    PublishError
+        A box outside of the tensor, or memory that does not hold elements of ``dtype`` in this machine's byte order.
+    DTypeError
+        A label that is none.
+    TypeError
+        A name that is no text, or data that is neither an array nor a tensor.
     """
 
     name: str
@@ -65,7 +76,14 @@ class LocalTensor:
     wire_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        parse_dtype(self.dtype)
+        if not isinstance(self.name, str):
+            raise TypeError(f"tensor {self.name!r}: a name of type {type(self.name).__name__}, expected text")
+        if not (is_torch(self.data) or isinstance(self.data, np.ndarray | np.generic)):
+            raise TypeError(
+                f"tensor {self.name!r}: data of type {type(self.data).__name__}, expected a NumPy array or a torch "
+                "tensor"
+            )
+        self._check_memory()
         local = tuple(int(n) for n in self.data.shape)
         if not len(self.shape) == len(self.start) == len(local):
             raise PublishError(
@@ -77,12 +95,37 @@ class LocalTensor:
                     f"tensor {self.name!r} dim {dim}: local box [{first}, {first + size}) lies outside the global "
                     f"size {total}"
                 )
-        item_bytes = parse_dtype(self.dtype).bits // 8
-        got = int(self.data.element_size() if is_torch(self.data) else self.data.itemsize)  # type: ignore[union-attr]
-        if parse_dtype(self.dtype).bits >= 8 and got != item_bytes:
+
+    def _check_memory(self) -> None:
+        """Raise unless ``data`` holds elements of ``dtype``, as this machine stores them."""
+        try:
+            bits = parse_dtype(self.dtype).bits
+        except DTypeError as error:
+            raise DTypeError(f"tensor {self.name!r}: {error}", got=error.got, expected=error.expected) from None
+        if bits < 8:
             raise PublishError(
-                f"tensor {self.name!r}: labelled {self.dtype} ({item_bytes} bytes an element) but the memory has "
-                f"{got} bytes an element"
+                f"tensor {self.name!r}: {self.dtype} packs {8 // bits} elements in a byte; publish its packed bytes, "
+                "labelled uint8"
+            )
+        if is_torch(self.data):
+            kind, label = str(self.data.layout), str(self.data.dtype).removeprefix("torch.")  # type: ignore[union-attr]
+            if kind != "torch.strided" or self.data.is_nested:  # type: ignore[union-attr]
+                raise PublishError(f"tensor {self.name!r}: layout {kind}, expected a strided tensor")
+            same, raw = label == self.dtype, False
+            got = int(self.data.element_size())  # type: ignore[union-attr]
+        else:
+            stored = self.data.dtype
+            if not stored.isnative:  # type: ignore[union-attr]
+                raise PublishError(
+                    f"tensor {self.name!r}: stored as {stored.str}, expected this machine's byte order; "  # type: ignore[union-attr]
+                    "array.astype(array.dtype.newbyteorder('=')) is"
+                )
+            label, got = stored.name, stored.itemsize  # type: ignore[union-attr]
+            same, raw = label == self.dtype, stored.kind in "biuV"  # type: ignore[union-attr]
+        if got != bits // 8 or not (same or raw):
+            raise PublishError(
+                f"tensor {self.name!r}: labelled {self.dtype} ({bits // 8} bytes an element) but the memory holds "
+                f"{label} ({got} bytes an element)"
             )
 
     @property
@@ -107,6 +150,38 @@ class SourceTensor:
     dtype: str
     shape: tuple[int, ...]
     axes: tuple[str, ...] | None = None
+
+
+def tensors_of(given: Iterable[LocalTensor], whose: str) -> list[LocalTensor]:
+    """What a caller gave to be published, as a list.
+
+    Parameters
+    ----------
+    whose
+        Begins the message: ``"slot 'trainer-0'"``.
+
+    Raises
+    ------
+    TypeError
+        It is no sequence of `LocalTensor`.
+    PublishError
+        A tensor on torch's meta device, which has no data.
+    """
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+        raise TypeError(
+            f"{whose}: tensors of type {type(given).__name__}, expected a sequence of LocalTensor; local_tensors() of "
+            "reshard.refit.adapters makes it"
+        )
+    found = list(given)
+    for number, tensor in enumerate(found):
+        if not isinstance(tensor, LocalTensor):
+            raise TypeError(
+                f"{whose}: tensors[{number}] is of type {type(tensor).__name__}, expected LocalTensor; local_tensors() "
+                "of reshard.refit.adapters makes them"
+            )
+        if is_torch(tensor.data) and tensor.data.is_meta:  # type: ignore[union-attr]
+            raise PublishError(f"{whose}: tensor {tensor.name!r} is on meta, which has no data")
+    return found
 
 
 def full(name: str, dtype: str, data: ArrayLike, *, replica_group: int = -1) -> LocalTensor:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from reshard.planner import Buffer, ReadRequest, ReadTable
 from reshard.planner.convert import storage_dtype
-from reshard.planner.errors import TableError
+from reshard.planner.errors import DTypeError, TableError
 from reshard.refit.devices import host_bytes
 from reshard.refit.engine import Captured, EngineParameter
 from reshard.refit.errors import RefitError
@@ -104,14 +104,27 @@ class ArrayEngine:
         for name, array in self._arrays.items():
             if not array.flags.c_contiguous:
                 raise TableError(f"array {name!r} is not C-contiguous", tensor=name)
+            if not array.dtype.isnative:
+                raise TableError(
+                    f"array {name!r}: stored as {array.dtype.str}, expected this machine's byte order",
+                    tensor=name,
+                    got=array.dtype.str,
+                    expected=array.dtype.newbyteorder("=").str,
+                )
             label = self._label(name)
-            if storage_dtype(label).itemsize != array.dtype.itemsize:
+            try:
+                item_bytes = storage_dtype(label).itemsize
+            except DTypeError as error:
+                raise DTypeError(
+                    f"array {name!r}: {error}", tensor=name, got=error.got, expected=error.expected
+                ) from None
+            if item_bytes != array.dtype.itemsize:
                 raise TableError(
                     f"array {name!r}: labelled {label} but stored as {array.dtype} ({array.dtype.itemsize} bytes "
                     "an element)",
                     tensor=name,
                     got=array.dtype.itemsize,
-                    expected=storage_dtype(label).itemsize,
+                    expected=item_bytes,
                 )
 
     def __getitem__(self, name: str) -> Array:
