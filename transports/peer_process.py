@@ -28,7 +28,7 @@ from reshard.transports.errors import TransportError
 from reshard.transports.regions import Region
 from reshard.transports.registry import open_transport
 
-ANSWER_S = 30.0
+ANSWER_S = 60.0
 """How long a peer may take to answer."""
 
 

@@ -143,8 +143,8 @@ class Setting:
         self.registration = transport.register([self.target.region])
         self.nbytes = nbytes
         message = self.source.endpoint()
-        self.sick = transport.connect(message, timeout_s=1.0, name="sick")
-        self.well = transport.connect(message, timeout_s=1.0, name="well")
+        self.sick = transport.connect(message, timeout_s=60.0, name="sick")
+        self.well = transport.connect(message, timeout_s=60.0, name="well")
         self.to_sick = self.list(self.sick, 0)
         self.to_well = self.list(self.well, nbytes)
         transport.outcome["well"] = True
@@ -170,8 +170,8 @@ def setting(request: pytest.FixtureRequest) -> Iterator[Setting]:
 
 def test_a_stuck_peer_times_out_alone_and_poisons_its_destination(setting: Setting) -> None:
     transport, region = setting.transport, setting.target.region
-    with raises(TransferTimeoutError, within_s=0.3 + SLACK_S) as caught:
-        read(transport, [setting.to_sick, setting.to_well], timeout_s=0.3)
+    with raises(TransferTimeoutError, within_s=1.0 + SLACK_S) as caught:
+        read(transport, [setting.to_sick, setting.to_well], timeout_s=1.0)
     error = caught[0]
     assert isinstance(error, TransferTimeoutError)
     assert error.failures == {"sick": "abandoned", "well": "done"}
@@ -184,7 +184,7 @@ def test_a_stuck_peer_times_out_alone_and_poisons_its_destination(setting: Setti
     into_poison = setting.list(setting.well, MIB // 2)
     with raises(PoisonedMemoryError):
         transport.post(into_poison)
-    read(transport, [setting.to_well], timeout_s=10.0)
+    read(transport, [setting.to_well], timeout_s=60.0)
     # Its registration and its owner outlive their closing.
     setting.registration.close()
     assert region.address in transport.registered
@@ -193,10 +193,10 @@ def test_a_stuck_peer_times_out_alone_and_poisons_its_destination(setting: Setti
             transport.wait_quarantine(timeout_s=0.2)
         assert transport.quarantined()
         transport.outcome["sick"] = True
-    transport.wait_quarantine(timeout_s=10.0)
+    transport.wait_quarantine(timeout_s=60.0)
     assert transport.quarantined() == ()
     assert transport.torn == {"agent": ["agent"], "peer": ["sick"], "none": []}[transport.capabilities.abort_scope]
-    read(transport, [into_poison], timeout_s=10.0)
+    read(transport, [into_poison], timeout_s=60.0)
 
 
 def test_lists_and_links_come_back_by_themselves_after_the_agent_was_rebuilt() -> None:
@@ -204,19 +204,19 @@ def test_lists_and_links_come_back_by_themselves_after_the_agent_was_rebuilt() -
     setting = Setting(transport)
     with raises(TransferTimeoutError):
         read(transport, [setting.to_sick], timeout_s=0.05)
-    transport.wait_quarantine(timeout_s=10.0)
+    transport.wait_quarantine(timeout_s=60.0)
     assert transport.dialled == ["sick", "well"]
     built = transport.built
-    read(transport, [setting.to_well], timeout_s=10.0)
+    read(transport, [setting.to_well], timeout_s=60.0)
     assert transport.dialled == ["sick", "well", "well"]
     assert transport.built == built + 1
-    read(transport, [setting.to_well], timeout_s=10.0)
+    read(transport, [setting.to_well], timeout_s=60.0)
     assert transport.built == built + 1
     # The failed peer needs a new connection.
     setting.sick.close()
     transport.outcome["sick"] = True
-    setting.sick = transport.connect(setting.source.endpoint(), timeout_s=1.0, name="sick")
-    read(transport, [setting.list(setting.sick, 0)], timeout_s=10.0)
+    setting.sick = transport.connect(setting.source.endpoint(), timeout_s=60.0, name="sick")
+    read(transport, [setting.list(setting.sick, 0)], timeout_s=60.0)
     transport.close()
 
 
@@ -225,10 +225,10 @@ def test_connecting_again_has_the_deadline_of_the_read() -> None:
     setting = Setting(transport)
     with raises(TransferTimeoutError):
         read(transport, [setting.to_sick], timeout_s=0.05)
-    transport.wait_quarantine(timeout_s=10.0)
-    read(transport, [setting.to_well], timeout_s=3.0)
+    transport.wait_quarantine(timeout_s=60.0)
+    read(transport, [setting.to_well], timeout_s=60.0)
     assert transport.dialled == ["sick", "well", "well"]
-    assert 0 < transport.dial_s[-1] <= 3.0
+    assert 0 < transport.dial_s[-1] <= 60.0
     transport.close()
 
 
@@ -239,7 +239,7 @@ def test_connecting_while_a_quarantine_is_lifted_keeps_its_deadline() -> None:
     with raises(TransferTimeoutError, within_s=0.2 + SLACK_S):
         transport.connect(setting.source.endpoint(), timeout_s=0.2, name="third")
     transport._n_rebuilding -= 1
-    transport.connect(setting.source.endpoint(), timeout_s=10.0, name="third")
+    transport.connect(setting.source.endpoint(), timeout_s=60.0, name="third")
     transport.close()
 
 
@@ -252,7 +252,7 @@ def test_an_abort_that_is_not_done_yet_is_asked_again_and_holds_no_lock(monkeypa
 
     def abort(native: object) -> None:
         reading = threading.Thread(
-            target=lambda: meanwhile.append(read(transport, [setting.to_well], timeout_s=10.0).bytes)
+            target=lambda: meanwhile.append(read(transport, [setting.to_well], timeout_s=60.0).bytes)
         )
         reading.start()
         reading.join(20.0)
@@ -261,7 +261,7 @@ def test_an_abort_that_is_not_done_yet_is_asked_again_and_holds_no_lock(monkeypa
         transport.torn.append(str(native))
 
     monkeypatch.setattr(transport, "_abort", abort)
-    transport.wait_quarantine(timeout_s=20.0)
+    transport.wait_quarantine(timeout_s=60.0)
     assert meanwhile == [MIB] * 3
     assert transport.torn == ["sick"]
     assert transport.quarantined() == ()
@@ -301,7 +301,7 @@ def test_healthy_peers_drain_before_the_agent_is_destroyed() -> None:
     assert slow.state == "active"
     timer = threading.Timer(0.1, transport.outcome.__setitem__, ("well", True))
     timer.start()
-    transport.wait_quarantine(timeout_s=10.0)
+    transport.wait_quarantine(timeout_s=60.0)
     timer.join()
     assert transport.torn == ["agent"]
     assert slow.state == "done"
@@ -317,7 +317,7 @@ def test_an_error_in_flight_poisons_unless_the_backend_settles() -> None:
             read(transport, [setting.to_sick, setting.to_well], timeout_s=10.0)
         assert caught[0].peer == "sick"  # type: ignore[attr-defined]
         assert bool(transport.quarantined()) is not settles
-        transport.wait_quarantine(timeout_s=10.0)
+        transport.wait_quarantine(timeout_s=60.0)
         assert transport.torn == ([] if settles else ["agent"])
         transport.close()
 
@@ -366,7 +366,7 @@ def test_a_native_post_that_blocks_keeps_nobody_past_the_deadline() -> None:
     with raises(TransferTimeoutError, within_s=0.2 + SLACK_S):
         transport.wait_quarantine(timeout_s=0.2)
     release.set()
-    transport.wait_quarantine(timeout_s=10.0)
+    transport.wait_quarantine(timeout_s=60.0)
     assert transport.quarantined() == ()
     transport.close()
 
@@ -377,9 +377,9 @@ def test_the_name_of_a_failed_dial_is_free_again() -> None:
     transport.refusing["third"] = PeerError("no", peer="third")
     for _ in range(2):
         with raises(PeerError):
-            transport.connect(setting.source.endpoint(), timeout_s=1.0, name="third")
+            transport.connect(setting.source.endpoint(), timeout_s=60.0, name="third")
     del transport.refusing["third"]
-    transport.connect(setting.source.endpoint(), timeout_s=1.0, name="third")
+    transport.connect(setting.source.endpoint(), timeout_s=60.0, name="third")
     transport.close()
     assert sorted(transport.hung_up) == ["sick", "third", "well"]
 
@@ -400,7 +400,7 @@ def test_waiting_from_two_threads_for_the_same_transfer() -> None:
     transfer = transport.post(setting.to_well)
     results: list[int] = []
     threads = [
-        threading.Thread(target=lambda: results.append(transport.wait([transfer], timeout_s=20.0).bytes))
+        threading.Thread(target=lambda: results.append(transport.wait([transfer], timeout_s=60.0).bytes))
         for _ in range(3)
     ]
     for thread in threads:

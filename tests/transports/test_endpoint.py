@@ -268,6 +268,6 @@ assert not ours & {'rendezvous', 'refit', 'proto'}, ours
     (tmp_path / "reshard").symlink_to(Path(reshard.__file__).parent)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-S", "-c", code], capture_output=True, text=True, timeout=50, env=environment
+        [sys.executable, "-S", "-c", code], capture_output=True, text=True, timeout=110, env=environment
     )
     assert done.returncode == 0, done.stderr

@@ -35,7 +35,7 @@ class TestMemory(TransportContract):
             shared = source.allocate(64)
             source.register([shared.region])
             with Reader(self, source.endpoint(), 4096) as reader:
-                read(reader.transport, [reader.whole(int(private.ctypes.data), 4096)], timeout_s=5.0)
+                read(reader.transport, [reader.whole(int(private.ctypes.data), 4096)], timeout_s=60.0)
                 assert np.array_equal(reader.target.array, private)
             with self.start() as other, pytest.raises(Exception, match="private to its process"):
                 other.ask("read", endpoint=source.endpoint().hex(), address=private.ctypes.data, nbytes=16, times=1)
@@ -54,30 +54,34 @@ class TestMemory(TransportContract):
                 assert answer == {"reading": True}
                 assert other.answer() == {"done": True}
             with Reader(self, source.endpoint(), 999) as reader:
-                read(reader.transport, [reader.whole(part.address, 999)], timeout_s=5.0)
+                read(reader.transport, [reader.whole(part.address, 999)], timeout_s=60.0)
                 assert np.array_equal(reader.target.array, whole.array[4099:5098])
         finally:
             source.close()
 
     def test_a_killed_process_leaves_no_shared_memory(self) -> None:
-        before = set(os.listdir("/dev/shm"))
         with self.start() as process:
             process.serve(1 << 20, 1)
+            mapped = shared_mappings(process.pid)
             process.signal(signal.SIGKILL)
-        assert set(os.listdir("/dev/shm")) == before
+        assert mapped, "what it serves"
+        assert not [name for name in mapped if Path(name).exists()]
 
     def test_descriptors_and_mappings_are_given_back(self) -> None:
         def cycle() -> None:
             with self.reader(1 << 16) as reader:
-                read(reader.transport, [reader.whole(self.remote, 1 << 16)], timeout_s=5.0)
+                read(reader.transport, [reader.whole(self.remote, 1 << 16)], timeout_s=60.0)
+
+        def held() -> tuple[int, int]:
+            gc.collect()
+            return len(os.listdir("/proc/self/fd")), len(shared_mappings(os.getpid()))
 
         cycle()
-        gc.collect()
-        before = len(os.listdir("/proc/self/fd"))
+        before = held()
         for _ in range(20):
             cycle()
-        gc.collect()
-        assert len(os.listdir("/proc/self/fd")) <= before
+        more = [now - then for now, then in zip(held(), before, strict=True)]
+        assert max(more) < 10, "one a transport would be 20; threads of other tests may hold one of their own"
 
     def test_a_reader_in_the_process_keeps_what_it_reads_alive(self) -> None:
         source = self.open()
@@ -92,12 +96,19 @@ class TestMemory(TransportContract):
             gc.collect()
             assert pages() is not None
             with raises(PeerError):
-                read(reader.transport, [prepared], timeout_s=5.0)
+                read(reader.transport, [prepared], timeout_s=60.0)
             del prepared
         del registration, reader
         source.close()
         gc.collect()
         assert pages() is None
+
+
+def shared_mappings(pid: int) -> list[str]:
+    """Files of shared memory that a process has mapped, once for each mapping."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    named = (line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6)
+    return [name for name in named if name.startswith(("/memfd:", "/dev/shm/"))]
 
 
 def test_files_that_could_shrink_are_not_mapped() -> None:
@@ -132,7 +143,7 @@ def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
-    thread.join(10.0)
+    thread.join(30.0)
     waits = thread.is_alive()
     if waits:
         os.close(os.open(tmp_path / "fifo", os.O_WRONLY))  # let it go
@@ -145,7 +156,7 @@ def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_terminal_does_not_become_ours() -> None:
     """A process that leads a session, and has no terminal, is given the first one that it opens."""
     code = """
-import os, pty
+import os, pty, sys
 from reshard.transports.errors import PeerError
 from reshard.transports.shared import map_from
 master, fd = pty.openpty()
@@ -164,11 +175,14 @@ else:
     raise SystemExit('mapped')
 assert not has_terminal(), 'map_from took the terminal'
 os.close(os.open(os.ttyname(fd), os.O_RDWR))
-assert has_terminal(), 'the test shows nothing: opening a terminal does not give it to us here'
+if not has_terminal():
+    sys.exit(77)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], start_new_session=True, capture_output=True, text=True, timeout=50
+        [sys.executable, "-c", code], start_new_session=True, capture_output=True, text=True, timeout=110
     )
+    if done.returncode == 77:
+        pytest.skip("opening a terminal does not give it to a process here: nothing would be shown")
     assert done.returncode == 0, done.stderr
 
 
@@ -244,9 +258,9 @@ def test_large_lists_are_copied_by_workers_in_slices() -> None:
         try:
             target = transport.allocate(n)
             transport.register([target.region])
-            peer = transport.connect(endpoint, timeout_s=5.0)
+            peer = transport.connect(endpoint, timeout_s=60.0)
             prepared = transport.prepare(peer, rows(target.region.address, n), rows(remote, n))
-            stats = read(transport, [prepared], timeout_s=20.0)
+            stats = read(transport, [prepared], timeout_s=60.0)
             assert stats.n_descriptors == 3
             assert np.array_equal(target.array, pattern(n, 3))
             assert stats.per_peer[peer.name].post_seconds > 0

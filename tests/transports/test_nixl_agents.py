@@ -87,12 +87,12 @@ def test_rows_that_touch_on_both_sides_are_one_descriptor(monkeypatch):
         message, remote = process.serve(nbytes, 1)
         target = transport.allocate(nbytes)
         transport.register([target.region])
-        peer = transport.connect(message, timeout_s=10.0)
+        peer = transport.connect(message, timeout_s=60.0)
         monkeypatch.setattr(nixl_agent, "prep_xfer_dlist", preparing)
         at = np.arange(nbytes // piece) * piece
         prepared = transport.prepare(peer, rows(target.region.address + at, piece), rows(remote + at, piece))
         assert shapes == [(1, 3), (1, 3)]
-        read(transport, [prepared], timeout_s=10.0)
+        read(transport, [prepared], timeout_s=60.0)
         assert np.array_equal(target.array, pattern(nbytes, 1))
 
 

@@ -85,7 +85,7 @@ def test_a_reader_is_told_once_of_each_peer(tls, times, monkeypatch, caplog):
         message, _ = process.serve(4096, 1)
         with caplog.at_level(logging.WARNING, "reshard.transports.nixl"):
             for name in ("first", "second"):
-                transport.connect(message, timeout_s=10.0, name=name).close()
+                transport.connect(message, timeout_s=60.0, name=name).close()
     said = [record.getMessage() for record in caplog.records]
     assert said == [f"peer 'first': UCX emulates reads from it in software: {LIMIT}"] * times
 

@@ -29,7 +29,7 @@ with open_transport('nixl') as transport:
     time.sleep(1.0)
     print(f'{time.process_time() - used:.3f}')
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split()[-1]) < 0.3, "processor seconds in one idle second"
 

@@ -65,7 +65,7 @@ def test_a_forked_child_does_no_harm(backend):
             mine = transport.allocate(NBYTES)
             registration = transport.register([mine.region])
             message = transport.endpoint()
-            peer = transport.connect(endpoint, timeout_s=10.0, name="peer")
+            peer = transport.connect(endpoint, timeout_s=60.0, name="peer")
             prepared = transport.prepare(peer, rows(mine.region.address, NBYTES), rows(remote, NBYTES))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # there are threads, and we know it
@@ -76,14 +76,14 @@ def test_a_forked_child_does_no_harm(backend):
                     code = child(transport, peer, prepared, registration, message)
                 finally:
                     os._exit(code)
-            stop, status = time.monotonic() + 20.0, (0, 0)
+            stop, status = time.monotonic() + 60.0, (0, 0)
             while status[0] == 0 and time.monotonic() < stop:
                 status = os.waitpid(pid, os.WNOHANG)
                 time.sleep(0.01)
             assert status[0] == pid, "the child hangs"
             assert os.waitstatus_to_exitcode(status[1]) == 0
             # The parent reads, and is read, as before.
-            read(transport, [prepared], timeout_s=10.0)
+            read(transport, [prepared], timeout_s=60.0)
             assert np.array_equal(mine.array, pattern(NBYTES, 1))
             process.ask("read", endpoint=message.hex(), address=mine.region.address, nbytes=NBYTES, times=1)
             assert process.answer() == {"done": True}
@@ -139,7 +139,7 @@ def test_want_of_descriptors_is_an_error_of_ours_and_blames_no_peer():
             assert not isinstance(caught.value, PeerError)
             with pytest.raises(TransportError, match="Too many open files"):
                 open_transport("memory")
-        transport.connect(endpoint, timeout_s=5.0, name="peer")
+        transport.connect(endpoint, timeout_s=60.0, name="peer")
 
 
 WITH_FEW_LEFT = """
@@ -180,16 +180,17 @@ for n_left in (0, 1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24):
     transport.endpoint()
     target = transport.allocate(NBYTES)
     transport.register([target.region])
-    peer = transport.connect(message, timeout_s=10.0, name='peer')
+    peer = transport.connect(message, timeout_s=60.0, name='peer')
     with_few_left(n_left, lambda: transport.connect(other, timeout_s=5.0, name='other').close())
-    transport.connect(other, timeout_s=10.0, name='other').close()
+    transport.connect(other, timeout_s=60.0, name='other').close()
     prepared = transport.prepare(peer, rows(target.region.address, NBYTES), rows(remote, NBYTES))
-    read(transport, [prepared], timeout_s=10.0)
+    read(transport, [prepared], timeout_s=60.0)
     transport.close()
 print('refused', refused)
 """
 
 
+@pytest.mark.timeout(300)
 def test_want_of_descriptors_ends_no_process_and_blames_no_peer(backend):
     """However few are left: native libraries that run out of them half way through abort the process."""
     path = {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -200,7 +201,7 @@ def test_want_of_descriptors_ends_no_process_and_blames_no_peer(backend):
             env={**os.environ, **path},
             capture_output=True,
             text=True,
-            timeout=55,
+            timeout=280,
         )
         assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
         assert int(done.stdout.split()[-1]) > 0
@@ -239,7 +240,8 @@ def test_memory_is_allocated_and_registered_by_several_threads():
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(50)
+                thread.join(100)
+            assert not any(thread.is_alive() for thread in threads)
         finally:
             sys.setswitchinterval(before)
         assert failed == []
@@ -267,10 +269,10 @@ def test_destination_pages_are_there_after_registration(backend):
 
 
 def resident(array: np.ndarray) -> int:
-    """Return how many pages of an array are there, from the page map (bit 63: present)."""
+    """Return how many pages of an array are there, from the page map (bit 63: present, 62: swapped out)."""
     page = os.sysconf("SC_PAGE_SIZE")
     first, n_pages = int(array.ctypes.data) // page, array.nbytes // page
     with open("/proc/self/pagemap", "rb") as file:
         file.seek(first * 8)
         entries = np.frombuffer(file.read(n_pages * 8), np.uint64)
-    return int((entries >> np.uint64(63)).sum())
+    return int((entries >> np.uint64(62) > 0).sum())

@@ -29,10 +29,10 @@ from reshard.transports.registry import probe
 from reshard.transports.rows import ADDRESS, NBYTES
 from reshard.transports.testing import rows
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 KIB, MIB = 1 << 10, 1 << 20
-JOIN_S = 30.0
+JOIN_S = 90.0
 
 
 class Link:
@@ -327,7 +327,7 @@ def test_chaos(scope: str, seed: int) -> None:
     for thread in threads:
         thread.start()
     time.sleep(3.0)
-    give_up = time.monotonic() + 15.0
+    give_up = time.monotonic() + 90.0
     while time.monotonic() < give_up and not seen_enough(users):
         time.sleep(0.1)
     transport.calm = True
@@ -400,7 +400,7 @@ def test_real_backends_with_peers_that_come_and_go(backend: str) -> None:
     for thread in threads:
         thread.start()
     time.sleep(8.0)
-    give_up = time.monotonic() + 15.0
+    give_up = time.monotonic() + 90.0
     while time.monotonic() < give_up and not (set(good) == {0, 1, 2} and bad) and not wrong:
         time.sleep(0.1)
     stop.set()
@@ -410,5 +410,5 @@ def test_real_backends_with_peers_that_come_and_go(backend: str) -> None:
     assert wrong == []
     assert set(good) == {0, 1, 2}
     assert bad, "no fault was felt"
-    transport.wait_quarantine(timeout_s=5.0)
+    transport.wait_quarantine(timeout_s=60.0)
     transport.close()

@@ -27,7 +27,7 @@ def test_reads_that_do_not_end_keep_nobody(monkeypatch):
         served.array[:] = 7
         owner.register([served.region])
         reader.register([target.region])
-        sick, well = (reader.connect(owner.endpoint(), timeout_s=10, name=name) for name in ("sick", "well"))
+        sick, well = (reader.connect(owner.endpoint(), timeout_s=60.0, name=name) for name in ("sick", "well"))
         here, there = rows(target.region.address, NBYTES), rows(served.region.address, NBYTES)
         from_sick, from_well = (reader.prepare(peer, here, there) for peer in (sick, well))
         assert isinstance(sick, ConnectedPeer)
@@ -42,14 +42,14 @@ def test_reads_that_do_not_end_keep_nobody(monkeypatch):
             assert not lane.settled
             assert not all_settled(reader._context)
             with pytest.raises(PeerError, match="sick"):
-                read(reader, [from_sick], timeout_s=5)
+                read(reader, [from_sick], timeout_s=60.0)
             elsewhere = reader.allocate(NBYTES)
             reader.register([elsewhere.region])
-            read(reader, [reader.prepare(well, rows(elsewhere.region.address, NBYTES), there)], timeout_s=5)
+            read(reader, [reader.prepare(well, rows(elsewhere.region.address, NBYTES), there)], timeout_s=60.0)
             assert (elsewhere.array == 7).all()
             assert not reader._settles(TransferTimeoutError("late")), "what fails now is quarantined"
         reader._abort(sick.native)
         assert lane.settled
         assert all_settled(reader._context)
-        read(reader, [from_well], timeout_s=5)
+        read(reader, [from_well], timeout_s=60.0)
         assert np.array_equal(target.array, served.array)

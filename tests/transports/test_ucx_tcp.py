@@ -83,21 +83,21 @@ class Target:
         self.reader = reader
         self.allocation = reader.allocate(nbytes)
         reader.register([self.allocation.region])
-        self.peer = reader.connect(endpoint, timeout_s=10.0, name=name)
+        self.peer = reader.connect(endpoint, timeout_s=60.0, name=name)
         assert isinstance(self.peer, ConnectedPeer)
         assert isinstance(self.peer.native, UcxPeer)
         self.native = self.peer.native
 
     def read(self, remote: int, nbytes: int = NBYTES) -> None:
         here = rows(self.allocation.region.address, nbytes)
-        read(self.reader, [self.reader.prepare(self.peer, here, rows(remote, nbytes))], timeout_s=20.0)
+        read(self.reader, [self.reader.prepare(self.peer, here, rows(remote, nbytes))], timeout_s=60.0)
 
     def ask(self, address: int, nbytes: int) -> None:
         """Read without any check on this side."""
         columns = [self.allocation.region.address, nbytes, address]
         local, size, remote = (np.array([value], np.uint64) for value in columns)
         piece = GetSlice(self.native.lane, Parcels(self.native.parcel_ring(), (local, size, remote), 0))
-        stop = time.monotonic() + 10.0
+        stop = time.monotonic() + 60.0
         here = piece.post()
         while not here:
             assert time.monotonic() < stop
@@ -108,7 +108,7 @@ class Target:
             self.ask(address, NBYTES)
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     stop = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < stop, "it did not come true"
@@ -160,7 +160,7 @@ def test_bytes_of_lists_of_every_grain(owner, reader, piece):
     )
     for seed in (2, 3):
         served.allocation.array[:] = pattern(NBYTES, seed)
-        read(reader, [prepared], timeout_s=20.0)
+        read(reader, [prepared], timeout_s=60.0)
         source = served.allocation.array[: n * piece].reshape(n, piece)
         got = target.allocation.array[: n * piece].reshape(n, piece)
         assert np.array_equal(got, source[(offset // np.uint64(piece)).astype(np.intp)])
@@ -368,10 +368,30 @@ def test_readers_at_once_get_each_their_own(owner):
         for _ in range(5):
             posted = [(t.reader, t.reader.post(prepared)) for t, prepared in ((a, from_a), (b, from_b))]
             for transport, transfer in posted:
-                transport.wait([transfer], timeout_s=20.0)
+                transport.wait([transfer], timeout_s=60.0)
             assert np.array_equal(a.allocation.array, first.allocation.array)
             assert np.array_equal(b.allocation.array, second.allocation.array)
             a.allocation.array[:] = b.allocation.array[:] = 0
+
+
+def stopped_in_mid_read(process: PeerProcess, replies: replies_module.Replies) -> replies_module._Reader:
+    """Stop an owner's one reader while it owes bytes to it; returns what the owner knows of it.
+
+    Not each moment will do: there may be none under way, or so few that the sockets' buffers take them.
+    """
+    give_up = time.monotonic() + 60.0
+    while time.monotonic() < give_up:
+        eventually(lambda: any(reader.sends for reader in list(replies._readers.values())))
+        process.signal(signal.SIGSTOP)
+        (reader,) = replies._readers.values()
+        before, owed = -1, len(reader.sends)
+        while owed != before:
+            time.sleep(0.3)
+            before, owed = owed, len(reader.sends)
+        if owed:
+            return reader
+        process.signal(signal.SIGCONT)
+    raise AssertionError("it was never stopped in mid read")
 
 
 def test_a_reader_that_stops_keeps_neither_memory_nor_its_owner(owner):
@@ -382,14 +402,14 @@ def test_a_reader_that_stops_keeps_neither_memory_nor_its_owner(owner):
     with PeerProcess("ucx", TCP) as process:
         process.tell("read", endpoint=owner.endpoint().hex(), address=served.address, nbytes=large, times=1000)
         process.answer()
-        eventually(lambda: any(r.sends for r in list(replies._readers.values())))
-        process.signal(signal.SIGSTOP)
-        time.sleep(0.3)
-        before = resident_bytes()
-        (stopped,) = replies._readers.values()
+        stopped = stopped_in_mid_read(process, replies)
         assert 0 < len(stopped.sends) <= IN_FLIGHT
-        time.sleep(0.5)
-        assert resident_bytes() - before < 2 * MIB
+        grown: list[int] = []
+        while len(grown) < 3 and (not grown or grown[-1] >= 2 * MIB):  # what is queued without a bound goes on growing
+            before = resident_bytes()
+            time.sleep(0.5)
+            grown.append(resident_bytes() - before)
+        assert grown[-1] < 2 * MIB
         with opened() as other:
             target = Target(other, owner.endpoint(), large)
             target.read(served.address, large)
@@ -408,8 +428,7 @@ def test_an_owner_closes_under_a_reader_that_has_stopped():
             replies = owner._server._replies
             process.tell("read", endpoint=owner.endpoint().hex(), address=served.address, nbytes=large, times=1000)
             process.answer()
-            eventually(lambda: any(r.sends for r in list(replies._readers.values())))
-            process.signal(signal.SIGSTOP)
+            stopped_in_mid_read(process, replies)
         assert not owner._serving.handle, "its worker is destroyed, not left to the end of the process"
         assert not replies._readers
         assert not replies._ending
@@ -446,13 +465,13 @@ def test_a_list_waits_for_no_other_list_of_its_peer_to_be_asked_after(reader):
             reader.prepare(target.peer, rows(target.allocation.region.address + n, 4096), rows(remote + n, 4096))
             for n in at.tolist()
         ]
-        read(reader, lists, timeout_s=10.0)
+        read(reader, lists, timeout_s=60.0)
         target.allocation.array[:] = 0
         process.signal(signal.SIGSTOP)  # answers come late, as over a network
         posted = [reader.post(each) for each in lists]
         process.signal(signal.SIGCONT)
-        reader.wait(posted[-1:], timeout_s=10.0)
-        reader.wait(posted, timeout_s=10.0)
+        reader.wait(posted[-1:], timeout_s=60.0)
+        reader.wait(posted, timeout_s=60.0)
         assert np.array_equal(target.allocation.array[: 4096 * len(lists)], pattern(MIB, 1)[: 4096 * len(lists)])
 
 
@@ -484,13 +503,13 @@ def test_a_list_ends_with_its_connection(owner, reader):
         reader.post(prepared)
         target.peer.close()
         try:
-            reader.wait_quarantine(timeout_s=10.0)
+            reader.wait_quarantine(timeout_s=60.0)
         except TransportError as error:
             pytest.fail(str(error))
         before = target.allocation.array.copy()
         time.sleep(0.02)
         assert np.array_equal(target.allocation.array, before)
-        target.peer = reader.connect(owner.endpoint(), timeout_s=10.0, name="owner")
+        target.peer = reader.connect(owner.endpoint(), timeout_s=60.0, name="owner")
         prepared = reader.prepare(
             target.peer, rows(target.allocation.region.address, NBYTES), rows(served.address, NBYTES)
         )
@@ -514,9 +533,9 @@ def test_fragments_that_would_overrun_another_process_are_refused(key: str, valu
 def read_whole(owner: UcxTransport, reader: UcxTransport) -> None:
     served, target = Served(owner), reader.allocate(NBYTES)
     reader.register([target.region])
-    peer = reader.connect(owner.endpoint(), timeout_s=10, name="owner")
+    peer = reader.connect(owner.endpoint(), timeout_s=60.0, name="owner")
     into = rows(target.region.address, NBYTES)
-    read(reader, [reader.prepare(peer, into, rows(served.address, NBYTES))], timeout_s=10)
+    read(reader, [reader.prepare(peer, into, rows(served.address, NBYTES))], timeout_s=60.0)
     assert np.array_equal(target.array, pattern(NBYTES, 1))
 
 

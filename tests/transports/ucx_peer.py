@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from reshard.transports import open_transport
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 _MARK = "reshard-peer:"
 
 

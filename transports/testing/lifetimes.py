@@ -23,6 +23,7 @@ from reshard.transports.regions import Region
 from reshard.transports.testing.harness import (
     KIB,
     LARGE_BYTES,
+    LONG_S,
     MIB,
     SLACK_S,
     ContractBase,
@@ -46,12 +47,12 @@ class LifetimeContract(ContractBase):
             first.close()
             first.close()
             prepared = transport.prepare(reader.peer, rows(t2.address, KIB), rows(self.remote, KIB))
-            read(transport, [prepared], timeout_s=5.0)
+            read(transport, [prepared], timeout_s=LONG_S)
             with raises(RegistrationError):
                 transport.prepare(reader.peer, rows(t1.address, KIB), rows(self.remote, KIB))
             # A prepared list holds the registrations that it writes to.
             second.close()
-            read(transport, [prepared], timeout_s=5.0)
+            read(transport, [prepared], timeout_s=LONG_S)
             with raises(RegistrationError):
                 transport.prepare(reader.peer, rows(t2.address, KIB), rows(self.remote, KIB))
             # Another size at the same address is another region.
@@ -60,7 +61,7 @@ class LifetimeContract(ContractBase):
                 transport.prepare(reader.peer, rows(base, 32), rows(self.remote, 32))
             large = transport.register([Region(base, 32, owner=reader.target)])
             small.close()
-            read(transport, [transport.prepare(reader.peer, rows(base, 32), rows(self.remote, 32))], timeout_s=5.0)
+            read(transport, [transport.prepare(reader.peer, rows(base, 32), rows(self.remote, 32))], timeout_s=LONG_S)
             large.close()
 
     def test_a_registration_keeps_its_memory(self) -> None:
@@ -94,7 +95,7 @@ class LifetimeContract(ContractBase):
                 rows([reader.address + 500, reader.address + 512], [12, 8]),
                 rows([self.remote, self.remote + 12], [12, 8]),
             )
-            read(reader.transport, [cut], timeout_s=5.0)
+            read(reader.transport, [cut], timeout_s=LONG_S)
             assert np.array_equal(reader.target.array[500:520], self.data[:20])
             with_both.close()
 
@@ -118,15 +119,15 @@ class LifetimeContract(ContractBase):
             process.serve(MIB, 2)
             with Reader(self, endpoint, MIB) as reader:
                 prepared = reader.whole(remote, MIB)
-                read(reader.transport, [prepared], timeout_s=10.0)  # newer regions do no harm
+                read(reader.transport, [prepared], timeout_s=LONG_S)  # newer regions do no harm
                 process.ask("withdraw", which=0)
                 with raises(PeerError):
-                    read(reader.transport, [prepared], timeout_s=10.0)
+                    read(reader.transport, [prepared], timeout_s=LONG_S)
                 with raises(PeerError):
-                    reader.transport.connect(endpoint, timeout_s=5.0, name="stale")
+                    reader.transport.connect(endpoint, timeout_s=LONG_S, name="stale")
                 newer = bytes.fromhex(str(process.ask("endpoint")["endpoint"]))
                 reader.peer.close()
-                reader.peer = reader.transport.connect(newer, timeout_s=5.0, name="served")
+                reader.peer = reader.transport.connect(newer, timeout_s=LONG_S, name="served")
                 with raises(RegistrationError):
                     reader.whole(remote, MIB)
 
@@ -168,9 +169,9 @@ class LifetimeContract(ContractBase):
                     assert transfer.state in ("active", "done")
                 else:
                     assert transfer.state == "done", "posted again while it was in flight"
-                    reader.transport.wait([second], timeout_s=30.0)
-                reader.transport.wait([transfer], timeout_s=30.0)
-                read(reader.transport, [prepared], timeout_s=30.0)
+                    reader.transport.wait([second], timeout_s=LONG_S)
+                reader.transport.wait([transfer], timeout_s=LONG_S)
+                read(reader.transport, [prepared], timeout_s=LONG_S)
                 assert np.array_equal(reader.target.array, pattern(LARGE_BYTES, 1))
 
     def test_close_in_mid_read(self) -> None:
@@ -186,7 +187,7 @@ class LifetimeContract(ContractBase):
                 reader.transport.close()
             assert process.alive
             with Reader(self, endpoint, MIB) as reader:
-                read(reader.transport, [reader.whole(remote, MIB)], timeout_s=10.0)
+                read(reader.transport, [reader.whole(remote, MIB)], timeout_s=LONG_S)
 
     def test_cancelled_reads_drain(self) -> None:
         with self.start() as process:
@@ -199,16 +200,16 @@ class LifetimeContract(ContractBase):
                 if transfer.state != "done":
                     with raises(TransferError):
                         reader.transport.wait([transfer], timeout_s=5.0)
-                reader.transport.wait_quarantine(timeout_s=10.0)
+                reader.transport.wait_quarantine(timeout_s=LONG_S)
                 with Reader(self, endpoint, LARGE_BYTES) as again:
-                    read(again.transport, [again.whole(remote, LARGE_BYTES)], timeout_s=30.0)
+                    read(again.transport, [again.whole(remote, LARGE_BYTES)], timeout_s=LONG_S)
                     assert np.array_equal(again.target.array, pattern(LARGE_BYTES, 1))
 
     def test_two_transports_in_one_process(self) -> None:
         with self.reader(MIB) as one, self.reader(MIB) as two:
             for reader in (one, two, one):
                 reader.target.array[:] = 0
-                read(reader.transport, [reader.whole(self.remote, MIB)], timeout_s=10.0)
+                read(reader.transport, [reader.whole(self.remote, MIB)], timeout_s=LONG_S)
                 assert np.array_equal(reader.target.array, self.data[:MIB])
             foreign = one.whole(self.remote, MIB)
             with raises(TypeError):
@@ -223,9 +224,9 @@ class LifetimeContract(ContractBase):
                 served = source.allocate(MIB)
                 served.array[:] = pattern(MIB, 9)
                 source.register([served.region])
-                peer = reader.transport.connect(source.endpoint(), timeout_s=10.0, name="here")
+                peer = reader.transport.connect(source.endpoint(), timeout_s=LONG_S, name="here")
                 prepared = reader.transport.prepare(peer, rows(reader.address, MIB), rows(served.region.address, MIB))
-                read(reader.transport, [prepared], timeout_s=10.0)
+                read(reader.transport, [prepared], timeout_s=LONG_S)
                 assert np.array_equal(reader.target.array, pattern(MIB, 9))
             finally:
                 source.close()
@@ -242,7 +243,7 @@ class LifetimeContract(ContractBase):
             def refit(times: int) -> None:
                 for _ in range(times):
                     fresh = reader.transport.prepare(reader.peer, mine, theirs)
-                    read(reader.transport, [kept, fresh], timeout_s=10.0)
+                    read(reader.transport, [kept, fresh], timeout_s=LONG_S)
                     fresh.close()
 
             refit(200)

@@ -11,6 +11,7 @@ import numpy as np
 from reshard.transports.base import read
 from reshard.transports.peer_process import pattern
 from reshard.transports.testing.harness import (
+    LONG_S,
     MIB,
     SERVED_BYTES,
     ContractBase,
@@ -26,7 +27,7 @@ class BytesContract(ContractBase):
     def test_one_row_brings_the_bytes(self) -> None:
         with self.reader() as reader:
             prepared = reader.whole(self.remote, SERVED_BYTES)
-            stats = read(reader.transport, [prepared], timeout_s=20.0)
+            stats = read(reader.transport, [prepared], timeout_s=LONG_S)
             assert stats.bytes == SERVED_BYTES == stats.per_peer["served"].bytes
             assert stats.seconds > 0
             assert np.array_equal(reader.target.array, self.data)
@@ -44,7 +45,7 @@ class BytesContract(ContractBase):
             prepared = reader.transport.prepare(
                 reader.peer, rows(reader.address + to, sizes), rows(self.remote + of, sizes)
             )
-            read(reader.transport, [prepared], timeout_s=20.0)
+            read(reader.transport, [prepared], timeout_s=LONG_S)
             assert np.array_equal(reader.target.array, expected)
 
     def test_strided_rows_each_side_with_its_own_stride(self) -> None:
@@ -65,7 +66,7 @@ class BytesContract(ContractBase):
                     expected[to + run * to_stride :][:nbytes] = source
             prepared = reader.transport.prepare(reader.peer, np.concatenate(local), np.concatenate(remote))
             assert prepared.nbytes == sum(case[2] * case[5] for case in cases)
-            read(reader.transport, [prepared], timeout_s=20.0)
+            read(reader.transport, [prepared], timeout_s=LONG_S)
             assert np.array_equal(reader.target.array, expected)
 
     def test_many_peers_at_once(self) -> None:
@@ -78,9 +79,9 @@ class BytesContract(ContractBase):
             transport.register([target.region])
             lists = []
             for at, (endpoint, remote) in enumerate(served):
-                peer = transport.connect(endpoint, timeout_s=10.0, name=f"peer-{at}")
+                peer = transport.connect(endpoint, timeout_s=LONG_S, name=f"peer-{at}")
                 lists.append(transport.prepare(peer, rows(target.region.address + at * MIB, MIB), rows(remote, MIB)))
-            stats = read(transport, lists, timeout_s=20.0)
+            stats = read(transport, lists, timeout_s=LONG_S)
             assert sorted(stats.per_peer) == ["peer-0", "peer-1", "peer-2"]
             for at in range(3):
                 assert np.array_equal(target.array[at * MIB : (at + 1) * MIB], pattern(MIB, at))
@@ -88,17 +89,17 @@ class BytesContract(ContractBase):
     def test_no_rows_and_rows_of_no_bytes(self) -> None:
         with self.reader() as reader:
             nothing = reader.transport.prepare(reader.peer, rows([], []), rows([], []))
-            assert read(reader.transport, [nothing], timeout_s=5.0).bytes == 0
+            assert read(reader.transport, [nothing], timeout_s=LONG_S).bytes == 0
             # Rows that carry nothing may point anywhere.
             mixed = reader.transport.prepare(
                 reader.peer,
                 rows([reader.address, 1, reader.address + 9], [4, 0, 5]),
                 rows([self.remote, 2, self.remote], [4, 0, 5]),
             )
-            assert read(reader.transport, [mixed], timeout_s=5.0).bytes == 9
+            assert read(reader.transport, [mixed], timeout_s=LONG_S).bytes == 9
             assert np.array_equal(reader.target.array[:4], self.data[:4])
             assert np.array_equal(reader.target.array[9:14], self.data[:5])
-            assert read(reader.transport, [], timeout_s=5.0).bytes == 0
+            assert read(reader.transport, [], timeout_s=LONG_S).bytes == 0
 
     def test_a_list_of_a_million(self) -> None:
         n = 1_000_000
@@ -107,7 +108,7 @@ class BytesContract(ContractBase):
             prepared = reader.transport.prepare(
                 reader.peer, rows(reader.address + np.arange(n) * 8, 8), rows(self.remote + order * 8, 8)
             )
-            read(reader.transport, [prepared], timeout_s=50.0)
+            read(reader.transport, [prepared], timeout_s=LONG_S)
             assert np.array_equal(reader.target.array[: 8 * n].view("<u8"), self.data[: 8 * n].view("<u8")[order])
 
     def test_more_runs_than_the_backend_takes_are_refused(self) -> None:
@@ -124,7 +125,7 @@ class BytesContract(ContractBase):
                 rows(reader.address + np.array([0, 500, 250]), 1000),
                 rows(self.remote + np.array([0, 5000, 9000]), 1000),
             )
-            read(reader.transport, [prepared], timeout_s=5.0)
+            read(reader.transport, [prepared], timeout_s=LONG_S)
             assert np.array_equal(reader.target.array[:250], self.data[:250])
             assert np.array_equal(reader.target.array[1250:1500], self.data[5750:6000])
             # Where two rows overlap, each byte is one source's or the other's.
@@ -140,5 +141,5 @@ class BytesContract(ContractBase):
                 prepared = reader.whole(remote, MIB)
                 for seed in (1, 2, 3):
                     process.ask("fill", which=0, seed=seed)
-                    read(reader.transport, [prepared], timeout_s=10.0)
+                    read(reader.transport, [prepared], timeout_s=LONG_S)
                     assert np.array_equal(reader.target.array, pattern(MIB, seed))

@@ -17,6 +17,7 @@ from reshard.transports.errors import (
 )
 from reshard.transports.regions import Region, RegionTable
 from reshard.transports.testing.harness import (
+    LONG_S,
     MIB,
     SERVED_BYTES,
     SLACK_S,
@@ -42,7 +43,7 @@ class RefusalContract(ContractBase):
                 ):
                     with raises(ValueError):
                         call(bad)
-            read(reader.transport, [prepared], timeout_s=10.0)
+            read(reader.transport, [prepared], timeout_s=LONG_S)
 
     def test_rows_outside_by_one_byte(self) -> None:
         with self.reader() as reader:
@@ -63,7 +64,7 @@ class RefusalContract(ContractBase):
                 with raises(RegistrationError, ValueError):
                     reader.transport.prepare(reader.peer, local, rows(first, 16, stride, count))
             prepared = reader.transport.prepare(reader.peer, rows(start, 16, 16, fits), rows(first, 16, 64, fits))
-            read(reader.transport, [prepared], timeout_s=10.0)
+            read(reader.transport, [prepared], timeout_s=LONG_S)
             expected = np.lib.stride_tricks.sliding_window_view(self.data, 16)[::64]
             assert np.array_equal(reader.target.array[: 16 * fits].reshape(-1, 16), expected)
 
@@ -143,12 +144,12 @@ class RefusalContract(ContractBase):
     def test_a_name_is_claimed_once(self) -> None:
         with self.reader(MIB) as reader:
             with raises(PeerError) as caught:
-                reader.transport.connect(self.endpoint, timeout_s=5.0, name="served")
+                reader.transport.connect(self.endpoint, timeout_s=LONG_S, name="served")
             assert isinstance(caught[0], PeerError)
             assert caught[0].peer == "served"
-            again = reader.transport.connect(self.endpoint, timeout_s=5.0, name="another")
+            again = reader.transport.connect(self.endpoint, timeout_s=LONG_S, name="another")
             again.close()
-            read(reader.transport, [reader.whole(self.remote, MIB)], timeout_s=10.0)
+            read(reader.transport, [reader.whole(self.remote, MIB)], timeout_s=LONG_S)
             reader.peer.close()
-            reader.peer = reader.transport.connect(self.endpoint, timeout_s=5.0, name="served")
-            read(reader.transport, [reader.whole(self.remote, MIB)], timeout_s=10.0)
+            reader.peer = reader.transport.connect(self.endpoint, timeout_s=LONG_S, name="served")
+            read(reader.transport, [reader.whole(self.remote, MIB)], timeout_s=LONG_S)
