@@ -20,12 +20,12 @@ from reshard.refit.agreement import Agreement
 from reshard.refit.clock import StageClock
 from reshard.refit.deadline import Deadline
 from reshard.refit.discovery import Discovery, discover
-from reshard.refit.errors import HolderLostError, QuarantinedError, RefitAborted, RefitError, RefitTimeoutError
+from reshard.refit.errors import HolderLostError, QuarantinedError, RefitAborted, RefitError
 from reshard.refit.planning import Planned
 from reshard.refit.report import RefitReport
 from reshard.refit.stages import RefitStage, StageMachine
 from reshard.refit.waves import failed_peers
-from reshard.rendezvous.errors import RendezvousError
+from reshard.rendezvous.errors import InvalidRequestError, RendezvousError
 from reshard.rendezvous.types import Decision, Facts, VersionKey
 from reshard.transports.errors import TransportError
 
@@ -78,12 +78,13 @@ class Attempt:
             if r.install_mode == "shadow":
                 self._release()  # its answer is waited for together with the votes
             self._account.clock.enter("vote")
+            left_s = self._deadline.remaining("vote")
         except BaseException as error:
             self._say_no(error)
             raise
         self.machine.advance(RefitStage.PREPARED)
         try:
-            facts = self._vote(found, planned)
+            facts = self._vote(found, planned, left_s)
         finally:
             if r.install_mode == "shadow":
                 found.release(self._deadline.left_s)
@@ -138,6 +139,9 @@ class Attempt:
             bad = failed_peers(error)
         elif isinstance(error, HolderLostError):
             bad = frozenset(error.holders)
+        if not isinstance(error, Exception):
+            # An interrupt may have come just as a read was posted, before anybody knew of it; with its list it ends.
+            self._quietly(r.bench.forget_lists)
         # Whatever the error was: reads that were in flight then may have been abandoned.
         self._quietly(lambda: r.bench.drop(bad, self._deadline.left_s))
         if r.one_shot:
@@ -171,7 +175,7 @@ class Attempt:
     def _agreement(self, found: Discovery) -> Agreement:
         return Agreement(self._receiver.rendezvous, found.manifest, self._receiver.member)
 
-    def _vote(self, found: Discovery, planned: Planned) -> Facts:
+    def _vote(self, found: Discovery, planned: Planned, left_s: float) -> Facts:
         r = self._receiver
         streamed = r.install_mode == "stream"
         try:
@@ -180,12 +184,15 @@ class Attempt:
                 consumed=planned.consumed,
                 allow_unconsumed=r.allow_unconsumed,
                 wire_bytes=planned.plan.economics.wire_bytes if streamed else self._account.loaded.received_bytes,
-                timeout_s=self._deadline.remaining("vote"),
+                timeout_s=left_s,
             )
+        except InvalidRequestError as error:  # it was refused and not counted: nobody takes it for a yes
+            self._say_no(error)
+            raise
         except BaseException as error:
             self.machine.advance(RefitStage.IN_DOUBT)
             r.standing.change("in_doubt")
-            if not isinstance(error, RendezvousError | RefitTimeoutError):
+            if not isinstance(error, RendezvousError):
                 raise
             logger.warning("member %s voted yes on %s and lost the answer: %s", r.member, found.manifest.version, error)
             try:

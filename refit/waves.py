@@ -205,8 +205,9 @@ def _post(
             continue
         try:
             posted.append(transport.post(prepared, timeout_s=left_s("post")))
-        except TransportError as error:
-            if not isinstance(error, PoisonedMemoryError):
+        except BaseException as error:
+            # Whatever it is (the deadline, Ctrl-C): nobody else knows of the lists posted before this one.
+            if isinstance(error, TransportError) and not isinstance(error, PoisonedMemoryError):
                 error.failures.setdefault(name, f"refused: {error}")
                 if may_lose:
                     sums.lost[name] = error

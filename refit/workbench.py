@@ -200,6 +200,12 @@ class Workbench:
                 self.reader.give_up(hit)
                 self.planned = None
 
+    def forget_lists(self) -> None:
+        """Free all prepared lists; what is in flight of them is ended, or its memory quarantined."""
+        self.reader.forget_lists()
+        for part in self._streamer.parts() if self._streamer is not None else ():
+            part.reader.forget_lists()
+
     def _in_doubt(self) -> bool:
         """Whether memory that is in use here may still be written late."""
         if not self.transport.quarantined():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -11,10 +12,18 @@ from tests.refit.held_transport import HeldTransport
 from tests.refit.test_in_doubt import Flaky, flaky_cluster
 
 from reshard.refit.engines.arrays import ArrayEngine, take
-from reshard.refit.errors import HolderLostError, InDoubtError, QuarantinedError, RefitAborted, RefitError
+from reshard.refit.errors import (
+    HolderLostError,
+    InDoubtError,
+    QuarantinedError,
+    RefitAborted,
+    RefitError,
+    RefitTimeoutError,
+)
 from reshard.refit.publisher import Publisher
 from reshard.refit.retry import RetryPolicy
 from reshard.refit.waves import failed_peers
+from reshard.transports.base import Prepared
 from reshard.transports.errors import PoisonedMemoryError, TransferError, TransferTimeoutError
 
 # -- who is to blame
@@ -116,6 +125,41 @@ def test_the_deadline_in_the_middle_of_a_read_is_no_different() -> None:
             gate.set()
         wire.wait_quarantine(timeout_s=TIMEOUT_S)
         assert all(holds(cluster.engines[r], weights(2), r) for r in range(2))  # type: ignore[arg-type]
+        assert not cluster.leftovers()
+
+
+@pytest.mark.parametrize("how", ["the deadline passes", "interrupted"])
+def test_what_was_posted_before_a_post_that_fails_does_not_land_in_a_later_version(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists of one batch are posted one after the other: those before the one that fails are on their way already."""
+    cluster, wire, gate = held_at_two()
+    with cluster:
+        real = wire.post
+
+        def post(prepared: Prepared, **more: float) -> object:
+            posted = real(prepared, **more)
+            if wire.n_held == 1:
+                if how == "interrupted":
+                    raise KeyboardInterrupt
+                time.sleep(1.2)  # as a native post does that copies, over CMA
+            return posted
+
+        try:
+            with monkeypatch.context() as patched:
+                patched.setattr(wire, "post", post)
+                first, _ = cluster.refit(2, timeout_s=1.0)
+            assert isinstance(first, KeyboardInterrupt if how == "interrupted" else RefitTimeoutError)
+            assert wire.n_held == 1
+            assert not wire._active
+            assert wire.quarantined()
+            wire.gate = None
+            cluster.publish(3, weights(3))
+            cluster.refit_ok(3)
+        finally:
+            gate.set()
+        wire.wait_quarantine(timeout_s=TIMEOUT_S)  # what was late lands now
+        assert all(holds(cluster.engines[r], weights(3), r) for r in range(2))  # type: ignore[arg-type]
         assert not cluster.leftovers()
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 from tests.refit.cluster import TIMEOUT_S, Cluster, holds, tp_cluster, weights
 
-from reshard.refit.errors import InDoubtError, QuarantinedError, RefitTimeoutError
-from reshard.rendezvous.errors import RendezvousUnavailableError
+from reshard.refit.errors import InDoubtError, QuarantinedError, RefitAborted, RefitTimeoutError
+from reshard.rendezvous.errors import InvalidRequestError, RendezvousUnavailableError
 from reshard.rendezvous.types import Decision, Facts
 
 
@@ -180,3 +182,43 @@ def test_resolving_waits_no_longer_than_it_may_for_another_threads_refit() -> No
         ):
             receiver.resolve(timeout_s=0.2)
         assert receiver.resolve(timeout_s=1.0) == "empty"
+
+
+def test_a_deadline_that_passes_before_the_vote_is_no_doubt() -> None:
+    """Nothing was said yet: it is a no, and the old weights serve."""
+    with tp_cluster() as cluster:
+        cluster.publish(0, weights(0))
+        cluster.refit_ok(0)
+        cluster.publish(1, weights(1))
+
+        def stage(name: str) -> None:
+            if name == "vote":
+                assert cluster.all_joined()
+                threading.Event().wait(1.1)
+
+        cluster.receivers[0]._on_stage = stage
+        results = cluster.refit(1, timeout_s=1.0)
+        assert isinstance(results[0], RefitTimeoutError), results[0]
+        assert "'vote'" in str(results[0])
+        assert isinstance(results[1], RefitAborted)
+        assert [r.state for r in cluster.receivers] == ["serving"] * 2
+        assert [r.check_serving().step for r in cluster.receivers] == [0, 0]
+        cluster.receivers[0]._on_stage = None
+        cluster.refit_ok(1)
+
+
+def test_a_vote_that_is_refused_is_no_doubt() -> None:
+    """More patterns than a vote may carry: it was not counted, so the group need not wait for its deadline."""
+    with tp_cluster() as cluster:
+        cluster.publish(0, weights(0))
+        cluster.receivers[1].allow_unconsumed = tuple(f"n{i}" for i in range(300))
+        began = time.monotonic()
+        first, second = cluster.refit(0, timeout_s=TIMEOUT_S)
+        assert isinstance(second, InvalidRequestError), second
+        assert "300" in str(second)
+        assert isinstance(first, RefitAborted)
+        assert "300" in str(first), "it learns why"
+        assert time.monotonic() - began < TIMEOUT_S / 2
+        assert [r.state for r in cluster.receivers] == ["empty"] * 2
+        cluster.receivers[1].allow_unconsumed = ()
+        cluster.refit_ok(0)
