@@ -173,10 +173,12 @@ class Cluster:
             raise AssertionError(f"a refit did not end within {timeout_s} s")
         return [r if r is not None else AssertionError("no result") for r in out]
 
-    def refit_ok(self, version: int = 0, *, only: Sequence[str] = ()) -> list[RefitReport]:
+    def refit_ok(
+        self, version: int = 0, *, only: Sequence[str] = (), before: Callable[[int], None] | None = None
+    ) -> list[RefitReport]:
         """Refit, and raise the first error."""
         reports = []
-        for result in self.refit(version, only=only):
+        for result in self.refit(version, only=only, before=before):
             if isinstance(result, BaseException):
                 raise result
             reports.append(result)
@@ -184,9 +186,20 @@ class Cluster:
 
     def all_joined(self) -> bool:
         """Wait until every member has joined the open transaction (a no before that leaves the others a new one)."""
-        for _ in range(400):
+        return self._joined(len(self.members))
+
+    def in_turn(self, i: int) -> None:
+        """For `refit`'s ``before``: member ``i`` comes once those before it have joined.
+
+        Who missed a transaction that was aborted is told of it once, unless another one is open by then.
+        """
+        assert self._joined(i)
+
+    def _joined(self, n: int) -> bool:
+        end_s = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < end_s:
             open_ones = [t for t in self.rendezvous.describe().transactions if t.decision.value == "pending"]
-            if open_ones and len(open_ones[-1].joined) == len(self.members):
+            if len(open_ones[-1].joined if open_ones else ()) >= n:
                 return True
             time.sleep(0.005)
         return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 pytest.importorskip("grpc", reason="the rendezvous service needs grpcio")
 
 from tests.refit.cluster import holds, tp_cluster, weights
-from tests.rendezvous.conftest import RedisServer, find_redis
+from tests.rendezvous.conftest import RedisServer, find_redis, free_port
 
 from reshard.refit.errors import QuarantinedError
 from reshard.rendezvous import Rendezvous
@@ -31,9 +30,7 @@ class Restartable:
     """A service on one port that can be ended without a word and started again on its store."""
 
     def __init__(self, store: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.address = f"127.0.0.1:{free_port()}"
         self.store = store
         self.server: Server = serve(listen=self.address, store=store)
 

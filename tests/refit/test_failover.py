@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from tests.refit.clocks import StoppedClock
 from tests.refit.cluster import TIMEOUT_S, Cluster, weights
 
 from reshard.planner.options import PlanOptions
@@ -209,7 +210,8 @@ def test_nearest_candidates_come_first() -> None:
         assert report.failovers == ("trainer-0",)
 
 
-def test_retry_policy_counts_and_shares_the_time() -> None:
+def test_retry_policy_counts_and_shares_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    StoppedClock(monkeypatch, "reshard.refit.deadline", "reshard.refit.retry")
     tries: list[float] = []
 
     def call(left_s: float) -> str:
@@ -218,9 +220,9 @@ def test_retry_policy_counts_and_shares_the_time() -> None:
             raise PeerError("not yet", peer="x")
         return "connected"
 
-    policy = RetryPolicy(3, backoff_s=0.01)
+    policy = RetryPolicy(3, backoff_s=0.5, factor=2.0)
     assert policy.run(call, PeerError, Deadline(9.0, "a dial"), "connect") == "connected"
-    assert [round(s) for s in tries] == [3, 4, 9]
+    assert tries == pytest.approx([9.0 / 3, 8.5 / 2, 7.5])
     tries.clear()
     with pytest.raises(PeerError):
         RetryPolicy(2, backoff_s=0.01).run(call, PeerError, Deadline(9.0, "a dial"), "connect")

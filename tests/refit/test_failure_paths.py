@@ -103,8 +103,16 @@ def test_memory_whose_late_writes_have_landed_is_used_again() -> None:
     cluster, wire, gate = held_at_two(stall_s=0.2)
     with cluster:
         arenas = cluster.receivers[0].reader.arenas.shadows()
-        threading.Timer(0.6, gate.set).start()
+        wait = wire.wait_quarantine
+
+        def land_meanwhile(*, timeout_s: float) -> None:
+            assert wire.quarantined()
+            gate.set()
+            wait(timeout_s=timeout_s)
+
+        wire.wait_quarantine = land_meanwhile  # type: ignore[method-assign]
         first, _ = cluster.refit(2, timeout_s=30.0)
+        assert gate.is_set()
         assert isinstance(first, HolderLostError)
         assert not wire.quarantined()
         wire.gate = None
@@ -343,10 +351,12 @@ def test_members_that_take_different_selections_take_none() -> None:
         cluster.refit_ok(0)
         cluster.publish(1, weights(1))
         results: list[BaseException | None] = [None, None]
+        for r in cluster.receivers:
+            r.transaction_timeout_s = 2.0  # for want of votes
 
         def refit(i: int, only: list[str]) -> None:
             try:
-                cluster.receivers[i].refit(1, only=only, timeout_s=4.0)
+                cluster.receivers[i].refit(1, only=only, timeout_s=TIMEOUT_S)
             except Exception as error:
                 results[i] = error
 
@@ -358,6 +368,8 @@ def test_members_that_take_different_selections_take_none() -> None:
         assert all(isinstance(r, RefitAborted) for r in results), results
         assert all(holds(cluster.engines[r], weights(0), r) for r in range(2))  # type: ignore[arg-type]
         assert [r.check_serving().step for r in cluster.receivers] == [0, 0]
-        cluster.refit_ok(1, only=["q", "k"])
+        for r in cluster.receivers:
+            r.transaction_timeout_s = TIMEOUT_S
+        cluster.refit_ok(1, only=["q", "k"], before=cluster.in_turn)
         cluster.refit_ok(1)
         assert all(holds(cluster.engines[r], weights(1), r) for r in range(2))  # type: ignore[arg-type]

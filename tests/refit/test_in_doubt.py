@@ -151,7 +151,9 @@ def test_a_no_that_cannot_be_said_still_aborts_the_group() -> None:
 
         cluster.receivers[1]._on_stage = stage
         flaky.before["vote"] = 10
-        first, second = cluster.refit(1, timeout_s=4.0)
+        for r in cluster.receivers:
+            r.transaction_timeout_s = 3.0
+        first, second = cluster.refit(1)
         assert isinstance(second, RuntimeError)
         assert "tp1" in str(first)
         assert all(holds(cluster.engines[r], weights(0), r) for r in range(2))  # type: ignore[arg-type]
@@ -169,7 +171,7 @@ def test_an_outage_before_the_vote_is_an_error_and_leaves_nothing(call: str) -> 
         assert isinstance(second, Exception)
         assert cluster.receivers[1].check_serving().step == 0
         assert not cluster.leftovers()
-        cluster.refit_ok(1)
+        cluster.refit_ok(1, before=cluster.in_turn)
         assert np.all([holds(cluster.engines[r], weights(1), r) for r in range(2)])  # type: ignore[arg-type]
 
 

@@ -164,7 +164,7 @@ def test_the_fence_waits_for_leases(library: FakeLibrary) -> None:
             "m", group="o", members=["x"], member="x", worker=worker, want=0, timeout_s=TIMEOUT_S
         )
         with pytest.raises(FenceTimeoutError):
-            publisher.fence(timeout_s=0.3)
+            publisher.fence(timeout_s=1.0)
         trainer.rendezvous.release_lease(manifest.lease)
         publisher.fence(timeout_s=TIMEOUT_S)
 

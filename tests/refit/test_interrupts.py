@@ -32,7 +32,7 @@ class Setup:
             group="g",
             members=["r"],
             member="r",
-            transaction_timeout_s=1.0,
+            transaction_timeout_s=10.0,
         )
 
     def publish(self, step: int) -> None:

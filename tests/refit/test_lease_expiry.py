@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
 import pytest
+from tests.refit.clocks import StoppedClock
 from tests.refit.cluster import TIMEOUT_S, Cluster
 from tests.refit.held_transport import HeldTransport
 from tests.refit.test_in_doubt import Flaky
@@ -30,7 +32,7 @@ def tensors(step: int) -> dict[str, np.ndarray]:
     return {"w": np.random.default_rng(step).standard_normal(SHAPE).astype(np.float32)}
 
 
-def held_reader(**settings: object) -> tuple[Cluster, HeldTransport, ArrayEngine, Flaky]:
+def held_reader(*, ttl_s: float = TTL_S, **settings: object) -> tuple[Cluster, HeldTransport, ArrayEngine, Flaky]:
     """A trainer with one buffer, a reader whose renewals are lost, and whose reads stay in flight until let go."""
     engine = ArrayEngine({"w": np.zeros(SHAPE, np.float32)})
     cluster = Cluster(1, engines=[engine])
@@ -50,11 +52,19 @@ def held_reader(**settings: object) -> tuple[Cluster, HeldTransport, ArrayEngine
     ]
     cluster.receiver_transports = [wire]
     flaky = Flaky(cluster.rendezvous)
-    receiver = cluster.receiver(0, lease_ttl_s=TTL_S)
+    receiver = cluster.receiver(0, lease_ttl_s=ttl_s)
     receiver.rendezvous = receiver.bench.rendezvous = flaky  # type: ignore[assignment]
     cluster.receivers = [receiver]
     flaky.before["renew_lease"] = 10**6
     return cluster, wire, engine, flaky
+
+
+def until(true: Callable[[], object], what: str) -> None:
+    """Wait for something that other threads do."""
+    end_s = time.monotonic() + TIMEOUT_S
+    while not true():
+        assert time.monotonic() < end_s, what
+        time.sleep(0.01)
 
 
 def publish(cluster: Cluster, step: int) -> None:
@@ -68,10 +78,8 @@ def during_the_read(cluster: Cluster, wire: HeldTransport, act: Callable[[], Non
 
     def later() -> None:
         try:
-            while not wire.n_held:
-                threading.Event().wait(0.01)
-            while cluster.leftovers():
-                threading.Event().wait(0.01)
+            until(lambda: wire.n_held, "the read is in flight")
+            until(lambda: not cluster.leftovers(), "its lease has ended")
             act()
         except BaseException as error:
             done.append(error)
@@ -80,7 +88,7 @@ def during_the_read(cluster: Cluster, wire: HeldTransport, act: Callable[[], Non
 
     thread = threading.Thread(target=later)
     thread.start()
-    (result,) = cluster.refit(0, timeout_s=10.0)
+    (result,) = cluster.refit(0, timeout_s=2 * TIMEOUT_S)
     thread.join(TIMEOUT_S)
     assert not done, done
     return result
@@ -147,20 +155,21 @@ def test_without_a_header_the_end_of_a_lease_is_the_end_of_the_read() -> None:
 class Silent:
     """A client whose every call takes all the time that it is given, and then fails."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: StoppedClock) -> None:
+        self.clock = clock
         self.given: list[float] = []
 
     def __getattr__(self, name: str) -> object:
         def call(*args: object, timeout_s: float, **kwargs: object) -> object:
             self.given.append(timeout_s)
-            threading.Event().wait(timeout_s)
+            self.clock.sleep(timeout_s)
             raise RendezvousUnavailableError(f"{name}: silence")
 
         return call
 
 
-def test_a_silent_service_takes_no_more_time_than_there_is() -> None:
-    service = Silent()
+def test_a_silent_service_takes_no_more_time_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Silent(StoppedClock(monkeypatch, "reshard.refit.deadline"))
     keeper = LeaseKeeper(service, Lease("a" * 32, "b" * 32, 30.0, since_s=1e12))  # type: ignore[arg-type]
     deadline = Deadline(0.3, "a refit")
     with pytest.raises(RendezvousError):
@@ -169,26 +178,28 @@ def test_a_silent_service_takes_no_more_time_than_there_is() -> None:
         keeper.held(deadline)
     keeper.release(deadline.left_s)
     keeper.release(deadline.left_s)
-    assert len(service.given) == 2
-    assert sum(service.given) < 0.3 + 0.5 + 0.01
+    assert service.given == pytest.approx([0.3, 0.5]), "what there was, and half a second for the goodbye"
 
 
 def test_a_lease_is_renewed_while_a_long_read_goes_on() -> None:
-    """It lives for several times its TTL, so that the publisher's fence still waits for it."""
-    cluster, wire, engine, flaky = held_reader()
+    """It outlives its TTL, so that the publisher's fence still waits for it."""
+    ttl_s = 3.0  # a third of it may pass before a renewal, two more while this machine does something else
+    cluster, wire, engine, flaky = held_reader(ttl_s=ttl_s)
     with cluster:
         flaky.before.clear()
+        renew, renewed = cluster.rendezvous.renew_lease, []
+        cluster.rendezvous.renew_lease = lambda *a, **k: (renewed.append(1), renew(*a, **k))[1]  # type: ignore[method-assign]
         publish(cluster, 0)
         gate = wire.hold("trainer-0")
         results: list[object] = []
-        thread = threading.Thread(target=lambda: results.extend(cluster.refit(0, timeout_s=10.0)))
+        thread = threading.Thread(target=lambda: results.extend(cluster.refit(0, timeout_s=2 * TIMEOUT_S)))
         thread.start()
-        while not wire.n_held:
-            threading.Event().wait(0.01)
-        threading.Event().wait(3 * TTL_S)
+        until(lambda: wire.n_held, "the read is in flight")
+        end_s = time.monotonic() + 1.1 * ttl_s
+        until(lambda: time.monotonic() > end_s and len(renewed) >= 3, "it is renewed at each third of its TTL")
         assert cluster.leftovers(), "the lease must outlive its first TTL"
         with pytest.raises(FenceTimeoutError):
-            cluster.publishers[0].publish(epoch=0, step=1, tensors=local_tensors(tensors(1)), timeout_s=0.2)
+            cluster.publishers[0].publish(epoch=0, step=1, tensors=local_tensors(tensors(1)), timeout_s=0.5)
         gate.set()
         thread.join(TIMEOUT_S)
         assert not isinstance(results[0], BaseException)

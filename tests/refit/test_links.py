@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from tests.refit.cluster import tp_cluster, tp_engine, weights
+from tests.refit.clocks import StoppedClock
+from tests.refit.cluster import TIMEOUT_S, tp_cluster, tp_engine, weights
 
 from reshard.refit.deadline import Deadline
 from reshard.refit.errors import HolderLostError, RefitAborted, RefitError
@@ -37,10 +38,15 @@ class FakePeer:
 
 @dataclass
 class Wire:
-    """A transport that only dials; ``answers`` says how each name does."""
+    """A transport that only dials; ``answers`` says how each name does.
+
+    One that is silent is so until its time is up; by ``clock``, if there is one, where it waits for ``others`` first.
+    """
 
     name: str = "wire"
     answers: Mapping[str, object] = field(default_factory=dict)
+    clock: StoppedClock | None = None
+    others: frozenset[str] = frozenset()
     connected: set[str] = field(default_factory=set)
     dials: list[str] = field(default_factory=list)
 
@@ -50,7 +56,14 @@ class Wire:
         self.dials.append(name)
         answer = self.answers.get(name)
         if answer == "silent":
-            threading.Event().wait(timeout_s)
+            if self.clock is None:
+                threading.Event().wait(timeout_s)
+            else:
+                end_s = time.monotonic() + TIMEOUT_S
+                while not self.connected >= self.others:
+                    assert time.monotonic() < end_s, f"only {self.connected} are dialled beside a silent one"
+                    time.sleep(0.005)
+                self.clock.sleep(timeout_s)
             raise TransferTimeoutError(f"{name} says nothing", peer=name)
         if isinstance(answer, Exception):
             raise answer
@@ -71,9 +84,10 @@ def record(slot: str, worker: str = "a" * 32, transport: str = "wire") -> SlotRe
     )
 
 
-def test_one_silent_holder_costs_neither_the_others_nor_the_time() -> None:
+def test_one_silent_holder_costs_neither_the_others_nor_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Case T2, and the dead one comes first."""
-    wire = Wire(answers={"a": "silent"})
+    clock = StoppedClock(monkeypatch, "reshard.refit.deadline", "reshard.refit.retry")
+    wire = Wire(answers={"a": "silent"}, clock=clock, others=frozenset("bc"))
     links = Links(wire, RetryPolicy(2, 0.01))  # type: ignore[arg-type]
     deadline = Deadline(2.0, "a refit")
     with pytest.raises(TransferTimeoutError, match="a says nothing") as caught:
@@ -82,7 +96,7 @@ def test_one_silent_holder_costs_neither_the_others_nor_the_time() -> None:
     assert caught.value.failures["a"].startswith("failed")
     assert caught.value.failures["b"].startswith("done")
     assert wire.dials.count("a") == 2
-    assert deadline.left_s > 0.5, "there is time left to read from replicas"
+    assert deadline.left_s == pytest.approx(1.0), "half of the time is left to read from replicas"
 
 
 def test_many_silent_holders_do_not_keep_a_healthy_one_from_its_turn() -> None:
@@ -90,7 +104,7 @@ def test_many_silent_holders_do_not_keep_a_healthy_one_from_its_turn() -> None:
     wire = Wire(answers=dict.fromkeys(silent, "silent"))
     links = Links(wire, RetryPolicy(1))  # type: ignore[arg-type]
     with pytest.raises(TransferTimeoutError) as caught:
-        links.ensure([record(n) for n in (*silent, "well")], Deadline(1.0, "a refit"))
+        links.ensure([record(n) for n in (*silent, "well")], Deadline(3.0, "a refit"))
     assert links.names() == ("well",)
     assert sum(s.startswith("failed") for s in caught.value.failures.values()) == 12
 
@@ -112,7 +126,8 @@ def test_a_holder_of_another_transport_is_refused_before_any_peer_is_released() 
     wire = Wire()
     links = Links(wire)  # type: ignore[arg-type]
     links.ensure([record("a")], Deadline(5.0, "a refit"))
-    with pytest.raises(RefitError, match=r"holder 'c' offers transports \['other'\]"):
+    named = r"holder 'c' offers transports \['other'\], this receiver uses '.*open both sides' transports by one name"
+    with pytest.raises(RefitError, match=named):
         links.ensure([record("b"), record("c", transport="other")], Deadline(5.0, "a refit"))
     assert links.names() == ("a",)
 
@@ -174,17 +189,18 @@ def test_a_holder_given_up_is_left_with_nothing_behind() -> None:
         assert not cluster.leftovers()
 
 
-def test_no_try_begins_after_the_policys_deadline() -> None:
-    tries: list[float] = []
+def test_no_try_begins_after_the_policys_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = StoppedClock(monkeypatch, "reshard.refit.deadline", "reshard.refit.retry")
+    began: list[float] = []
 
     def call(left_s: float) -> None:
-        tries.append(left_s)
-        time.sleep(0.05)
+        began.append(clock.now_s - 1000.0)
+        clock.sleep(0.05)
         raise PeerError("no", peer="x")
 
     with pytest.raises(PeerError):
-        RetryPolicy(100, 0.01, deadline_s=0.15).run(call, PeerError, Deadline(30.0, "a dial"), "connect")
-    assert 1 < len(tries) < 6
+        RetryPolicy(100, 0.01, 2.0, deadline_s=0.15).run(call, PeerError, Deadline(30.0, "a dial"), "connect")
+    assert began == pytest.approx([0.0, 0.06, 0.13]), "the next one would begin after 0.22 s"
 
 
 def test_the_policy_is_the_callers_then_the_environments_then_the_services(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,18 +268,28 @@ def test_a_retry_policy_is_finite(name: str, value: float) -> None:
 
 
 def test_an_interrupted_caller_leaves_no_peer_that_nobody_knows() -> None:
+    interrupted = threading.Event()
+
     class Slow(Wire):
         def connect(self, endpoint: bytes, *, timeout_s: float, name: str) -> FakePeer:
             if name == "slow":
                 os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(0.2)
+                assert interrupted.wait(TIMEOUT_S), "the main thread was not interrupted while it waited"
             return super().connect(endpoint, timeout_s=timeout_s, name=name)
+
+    def interrupt(number: int, frame: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
 
     wire = Slow()
     links = Links(wire)  # type: ignore[arg-type]
     records = [record("fast"), record("slow")]
-    with pytest.raises(KeyboardInterrupt):
-        links.ensure(records, Deadline(10.0, "test"))
+    before = signal.signal(signal.SIGINT, interrupt)  # a run in the background inherits that it is ignored
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            links.ensure(records, Deadline(10.0, "test"))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert wire.connected == set(links.names()) == {"fast", "slow"}
     assert links.ensure(records, Deadline(10.0, "test")) == ()
     links.close()

@@ -67,7 +67,7 @@ def test_the_next_version_waits_for_the_readers_of_one_that_may_be_out() -> None
         flaky.after.clear()
         manifest = reader(cluster, 1)
         with pytest.raises(FenceTimeoutError):
-            publish(cluster, 2, timeout_s=0.5)
+            publish(cluster, 2, timeout_s=1.0)
         held = next(b for b in cluster.publishers[0]._buffers if b.version is not None and b.version.step == 1)
         assert np.array_equal(held.data[:512].view(np.float32), tensors(1)["w"].reshape(-1)[:128])
         cluster.rendezvous.release_lease(manifest.lease)
@@ -135,7 +135,7 @@ def test_the_fence_in_place_waits_for_the_readers_of_what_may_be_out() -> None:
             publisher.publish(epoch=0, step=0, timeout_s=5.0)
         manifest = reader(cluster, 0)
         with pytest.raises(FenceTimeoutError):
-            publisher.fence(timeout_s=0.3)
+            publisher.fence(timeout_s=1.0)
         assert publisher._seqlock.sequence % 2 == 0, "nobody has written"
         cluster.rendezvous.release_lease(manifest.lease)
         publisher.fence(timeout_s=5.0)

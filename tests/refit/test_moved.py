@@ -189,7 +189,7 @@ def test_a_digest_that_never_ends_costs_a_refit_its_deadline_and_no_more(
     with one_trainer() as (cluster, _, engine):
         monkeypatch.setattr(Verifier, "_verify", stuck)
         try:
-            (error,) = cluster.refit(1, timeout_s=2.0)
+            (error,) = cluster.refit(1, timeout_s=4.0)
             assert isinstance(error, RefitTimeoutError), error
             assert "at work (trainer-0: w" in str(error)
             assert crew_threads(), "it is still at work"

@@ -251,7 +251,7 @@ def test_of_two_buffers_one_is_read_while_the_other_is_written() -> None:
             p.publish(epoch=0, step=1, tensors=shards_of(weights(1), i, 2), timeout_s=5.0)
         assert all(np.array_equal(b.data, old) for b, old in zip(buffers, before, strict=True))  # type: ignore[union-attr]
         with pytest.raises(FenceTimeoutError):
-            cluster.publishers[0].publish(epoch=0, step=2, tensors=shards_of(weights(2), 0, 2), timeout_s=0.3)
+            cluster.publishers[0].publish(epoch=0, step=2, tensors=shards_of(weights(2), 0, 2), timeout_s=1.0)
         cluster.rendezvous.release_lease(manifest.lease)
 
 

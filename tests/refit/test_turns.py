@@ -260,6 +260,6 @@ def test_load_and_resolve_are_awaitable_too() -> None:
         flaky.before["ask_decision"] = 10**6
         receiver.transaction_timeout_s = TIMEOUT_S
         with pytest.raises(InDoubtError):
-            asyncio.run(receiver.arefit(1, timeout_s=1.0))
+            asyncio.run(receiver.arefit(1, timeout_s=3.0))
         flaky.before.clear()
         assert asyncio.run(receiver.aresolve(timeout_s=TIMEOUT_S)) == receiver.state != "in_doubt"
