@@ -100,7 +100,7 @@ class Links:
             if offered is None:
                 raise RefitError(
                     f"holder {record.slot!r} offers transports {sorted(record.endpoints)}, this receiver uses "
-                    f"{self._transport.name!r}"
+                    f"{self._transport.name!r}: open both sides' transports by one name instead of 'auto'"
                 )
             wanted[record.slot] = (record, offered)
         if exact:

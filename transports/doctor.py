@@ -18,6 +18,7 @@ from pathlib import Path
 from reshard.planner.errors import ReshardError
 from reshard.planner.options import CostModel
 from reshard.transports.base import check_timeout
+from reshard.transports.choice import Choice, choose, look
 from reshard.transports.errors import TransportError
 from reshard.transports.probing import Rates, measure, measure_copy
 from reshard.transports.registry import Availability, available
@@ -84,10 +85,11 @@ class BackendReport:
 
 @dataclass(frozen=True, slots=True)
 class DoctorReport:
-    """Outcome of `examine`."""
+    """Outcome of `examine`; ``auto`` is what ``open_transport("auto")`` takes here, and why."""
 
     host: HostReport
     backends: tuple[BackendReport, ...]
+    auto: Choice
 
     def backend(self, name: str) -> BackendReport:
         """Return one backend's report.
@@ -123,7 +125,10 @@ def examine(measured: bool = True, nbytes: int = 64 << 20, timeout_s: float = 60
     host = _host()
     if measured:
         host = replace(host, copy_bytes_per_s=measure_copy(nbytes))
-    return DoctorReport(host, tuple(_examine(row, host, measured, nbytes, timeout_s) for row in available()))
+    rows = available()
+    found = {row.name: row.reason for row in rows}
+    auto = choose(look(_INFINIBAND), lambda name: found.get(name, "there is no such transport"))
+    return DoctorReport(host, tuple(_examine(row, host, measured, nbytes, timeout_s) for row in rows), auto)
 
 
 def cost_model(report: DoctorReport, name: str) -> CostModel:
@@ -163,6 +168,7 @@ def render(report: DoctorReport) -> str:
                 f"{rates.descriptor_s * 1e6:.2f} us a descriptor, {rates.latency_s * 1e6:.0f} us for one small read"
             )
         lines += [f"          warning: {text}" for text in found.warnings]
+    lines.append(f"auto      {report.auto.name or 'nothing works'}: {report.auto.reason}")
     return "\n".join(lines)
 
 

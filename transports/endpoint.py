@@ -138,7 +138,10 @@ def decode_endpoint(message: bytes, *, backend: str = "") -> Endpoint:
         raise EndpointError(f"endpoint backend: got {name!r}, expected 1 to 14 ASCII characters, padded with NUL")
     found = label.decode("ascii")
     if backend and found != backend:
-        raise EndpointError(f"endpoint backend: got {found!r}, expected {backend!r}")
+        raise EndpointError(
+            f"endpoint backend: got {found!r}, expected {backend!r}: the owner serves with the first, this "
+            "reader reads with the second; open both by one name instead of 'auto'"
+        )
     return Endpoint(found, incarnation, generation, _decode_table(body, n_regions), body[n_regions * _ROW_BYTES :])
 
 

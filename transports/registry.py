@@ -11,11 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from logging import getLogger
 from typing import cast
 
 from reshard.planner.errors import MissingDependencyError
 from reshard.transports.base import Transport
+from reshard.transports.choice import Choice, choose, look
 from reshard.transports.errors import TransportUnavailableError
+
+logger = getLogger(__name__)
 
 ENTRY_POINT_GROUP = "reshard.transports"
 
@@ -34,10 +38,9 @@ BUILT_IN = (
     Backend("ucx", "reshard.transports.ucx:UcxTransport", "ucx"),
     Backend("memory", "reshard.transports.memory:MemoryTransport"),
 )
-AUTO = ("nixl", "memory")
-"""What ``open_transport("auto")`` tries, in this order."""
-
 Factory = Callable[..., Transport]
+
+_told: set[Choice] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,8 @@ def open_transport(name: str = "auto", **settings: object) -> Transport:
     Parameters
     ----------
     name : str
-        A name of `names`, or ``"auto"``: `nixl` if it works here, else `memory`.
+        A name of `names`, or ``"auto"``: what fits this machine; see `reshard.transports.choice`. The log says
+        which and why, once, at INFO.
     **settings
         Passed to the backend; ``"auto"`` takes none.
 
@@ -115,13 +119,13 @@ def open_transport(name: str = "auto", **settings: object) -> Transport:
     if name == "auto":
         if settings:
             raise TypeError(f"open_transport('auto') takes no settings, got {', '.join(sorted(settings))}")
-        reasons = []
-        for candidate in AUTO:
-            reason = probe(candidate)
-            if not reason:
-                return load(candidate)()
-            reasons.append(f"{candidate}: {reason}")
-        raise TransportUnavailableError(f"no transport works here: {'; '.join(reasons)}")
+        choice = choose(look(), probe)
+        if not choice.name:
+            raise TransportUnavailableError(f"no transport works here: {choice.reason}")
+        if choice not in _told:
+            _told.add(choice)
+            logger.info("open_transport('auto') takes %r: %s", choice.name, choice.reason)
+        name = choice.name
     return load(name)(**settings)
 
 

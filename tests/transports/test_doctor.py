@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from reshard.transports import TransferError, doctor, probing
+from reshard.transports.choice import Choice
 from reshard.transports.doctor import BackendReport, DoctorReport, HostReport, cost_model, examine, render
 from reshard.transports.probing import MIN_BYTES, Rates, measure
 from reshard.transports.registry import Availability, probe
 
 RATES = Rates(10e9, 4e-6, 20e-6, 5e-9)
+AUTO = Choice("ucx", "no RDMA")
 HOST = HostReport(8, -1, 0, ("mlx5_0 port 1: ACTIVE, 400 Gb/sec (4X NDR)",), 5e9)
 
 
@@ -124,7 +126,7 @@ def test_host_warnings(tmp_path, monkeypatch):
 
 
 def test_cost_model_takes_what_was_measured():
-    report = DoctorReport(HOST, (BackendReport("ucx", True, rates=RATES), BackendReport("memory", True)))
+    report = DoctorReport(HOST, (BackendReport("ucx", True, rates=RATES), BackendReport("memory", True)), AUTO)
     model = cost_model(report, "ucx")
     assert (model.descriptor_s, model.wire_bytes_per_s, model.copy_bytes_per_s) == (4e-6, 10e9, 5e9)
     with pytest.raises(ValueError, match="was not measured"):

@@ -71,14 +71,19 @@ def emulated(
     active : frozenset of str
         See `active_ports`.
     """
-    tls = environment.get("UCX_TLS", "all")
-    if visible and _admits(tls, ONE_HOST):
+    if visible and _admits(environment.get("UCX_TLS", "all"), ONE_HOST):
         return False
+    return not usable_ports(environment, options, active)
+
+
+def usable_ports(environment: Mapping[str, str], options: Mapping[str, str], active: frozenset[str]) -> frozenset[str]:
+    """Return those devices with an active RDMA port that UCX may read through; for the parameters see `emulated`."""
+    if not _admits(environment.get("UCX_TLS", "all"), NETWORK):
+        return frozenset()
     wanted = options.get("ucx_devices") or environment.get("UCX_NET_DEVICES", "all")
     devices = {device.strip().partition(":")[0] for device in wanted.removeprefix("^").split(",")}
     named = active if "all" in devices else active & devices
-    usable = active - named if wanted.startswith("^") else named
-    return not (usable and _admits(tls, NETWORK))
+    return active - named if wanted.startswith("^") else named
 
 
 def _admits(tls: str, wanted: frozenset[str]) -> bool:
