@@ -45,7 +45,7 @@ def _application() -> Callable[[], object]:
 
     def demo(
         transport: str = typer.Option(
-            "auto", help="nixl, ucx, memory; auto takes NIXL where it works, else shared memory."
+            "auto", help="nixl, ucx, memory; auto takes what fits this machine (see reshard doctor)."
         ),
         trainers: int = typer.Option(4, help="FSDP2 trainer processes."),
         sharding: str = typer.Option("fsdp", help="fsdp, hsdp (two replicas) or fsdp+tp (pairs split the attention)."),

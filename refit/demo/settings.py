@@ -40,7 +40,7 @@ class DemoSettings:
     Parameters
     ----------
     transport
-        Name of the transport that reads the weights: "auto" takes NIXL where it works and shared memory otherwise.
+        Name of the transport that reads the weights: "auto" takes what fits this machine.
     trainers
         Number of FSDP2 trainer processes, at least 1.
     sharding
