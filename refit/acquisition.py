@@ -18,6 +18,7 @@ from reshard.refit.account import Account
 from reshard.refit.deadline import Deadline
 from reshard.refit.detour import Detour
 from reshard.refit.discovery import Discovery
+from reshard.refit.errors import UnverifiedError
 from reshard.refit.loading import Reading, read_plan
 from reshard.refit.planning import Planned
 from reshard.refit.sentinel import fill_sentinel
@@ -81,6 +82,7 @@ class Acquisition:
         def step() -> Planned:
             self._account.loaded.keep_only(nothing)
             planned = self._prepare(deadline)
+            self._require_verifiable()
             if r.install_mode == "shadow":
                 self._load(planned, deadline)
             else:
@@ -136,6 +138,24 @@ class Acquisition:
         r.bench.allocate()
         self._account.cold |= fresh or bool(dialled) or self._account.new_registrations > 0
         return planned
+
+    def _require_verifiable(self) -> None:
+        """With ``require_verified``, refuse before the vote what can be known not to be verified after it."""
+        r, version = self._receiver, self._found.manifest.version
+        if not r.require_verified:
+            return
+        if r.verify != "full":
+            raise UnverifiedError(f"require_verified needs verify='full', got {r.verify!r}: nothing of {version} was read")
+        for part in r.bench.stream_parts() if r.install_mode == "stream" else ():
+            bare = [h.name for h in part.plan.holders if not self._found.manifest.slot(h.name).digest_root]
+            cells = part.checks.partial if part.checks is not None else ()
+            if part.checks is not None and (bare or cells):
+                why = f"holder {bare[0]!r} published no digests" if bare else f"{len(cells)} cells would be read in part"
+                shown = f": {part.checks.describe(*cells[0])}" if cells and not bare else ""
+                raise UnverifiedError(
+                    f"{version} cannot be verified while it is streamed in, {why}{shown}; give the publisher this "
+                    "receiver's cut hints and digests=True, or drop require_verified"
+                )
 
     def _load(self, planned: Planned, deadline: Deadline) -> None:
         r = self._receiver

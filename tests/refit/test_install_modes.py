@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tests.refit.cluster import TIMEOUT_S, Cluster, holds, tp_cluster, tp_engine, weights
 
 from reshard.planner.options import PlanOptions
+from reshard.refit import streaming as streaming_module
 from reshard.refit.adapters.numpy_arrays import local_tensors
 from reshard.refit.engines.arrays import ArrayEngine, take
 from reshard.refit.engines.loader import LoaderEngine
@@ -21,6 +23,7 @@ from reshard.refit.errors import (
     RefitAborted,
     RefitError,
     StagingBudgetError,
+    UnverifiedError,
     VerificationError,
 )
 
@@ -104,6 +107,46 @@ def test_wrong_bytes_while_streaming_quarantine_the_group_and_a_refit_mends_it()
         cluster.refit_ok(2)
         assert all(holds(cluster.engines[r], weights(2), r) for r in range(2))  # type: ignore[arg-type]
         assert not any(e.paused for e in cluster.engines)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("install", ["shadow", "stream"])
+@pytest.mark.parametrize("mode", ["off", "sample"])
+def test_require_verified_needs_full_verification(install: str, mode: str) -> None:
+    """Else nothing would be refused (off), or each refit, in `stream` mode once the old weights are gone (sample)."""
+    with streaming(install=install, verify=mode, require_verified=True) as cluster:
+        cluster.publish(0, weights(0))
+        for error in cluster.refit(0, timeout_s=5.0):
+            assert isinstance(error, UnverifiedError | RefitAborted), error
+            assert f"got '{mode}'" in str(error)
+        assert [r.state for r in cluster.receivers] == ["empty"] * 2
+        for receiver in cluster.receivers:
+            receiver.require_verified = False
+        cluster.refit_ok(0)
+
+
+@pytest.mark.parametrize("why", ["published no digests", "cells would be read in part: trainer-"])
+def test_what_cannot_be_verified_while_streaming_is_refused_before_the_vote(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = streaming_module.build_checks
+    monkeypatch.setattr(streaming_module, "build_checks", lambda plan: replace(real(plan), partial=((0, 0),)))
+    digests = "digests" not in why
+    if not digests:
+        monkeypatch.undo()
+    engines = [tp_engine(0), tp_engine(1)]
+    settings = {"install": "stream", "stream_bytes": 512}
+    with Cluster(engines=engines, receiver_settings=settings, publisher_settings={"digests": digests}) as cluster:
+        cluster.publish(0, weights(0))
+        cluster.refit_ok(0)
+        cluster.publish(1, weights(1))
+        for receiver in cluster.receivers:
+            receiver.require_verified = True
+        for error in cluster.refit(1, timeout_s=5.0):
+            assert isinstance(error, UnverifiedError | RefitAborted), error
+            assert why in str(error)
+        assert [r.check_serving().step for r in cluster.receivers] == [0, 0]
+        assert all(holds(engines[r], weights(0), r) for r in range(2))
+        assert not any(e.paused for e in engines)
 
 
 def test_a_parameter_over_the_stream_budget_is_refused_before_the_vote() -> None:
