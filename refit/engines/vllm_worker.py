@@ -196,6 +196,11 @@ def worker_engine_type() -> type[WeightTransferEngine[ReshardInitInfo, ReshardUp
                     "enable_eplb: vLLM moves experts between ranks while it serves, so what a refit planned would "
                     "land in other experts' places; turn it off, or use another weight transfer back end"
                 )
+            if vllm_config.lora_config is not None:
+                raise RefitError(
+                    "enable_lora: vLLM puts its adapters' layers around the model's, whose load_weights does not know "
+                    "them; turn it off and publish the merged model (reshard.refit.adapters.peft_merged)"
+                )
             self._rendezvous: Rendezvous | None = None
             self._transport: Transport | None = None
             self._receiver: Receiver | None = None

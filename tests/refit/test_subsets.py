@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,12 +12,14 @@ import pytest
 pytest.importorskip("transformers", reason="these tests refit transformers models")
 import torch
 from tests.refit.cluster import TIMEOUT_S, Cluster
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
+from reshard.refit.adapters.peft_merged import merged, merged_names
 from reshard.refit.adapters.placements import Split, held_boxes
 from reshard.refit.adapters.subsets import select
 from reshard.refit.adapters.torch_dtensor import local_tensors
 from reshard.refit.adapters.transformers_names import CheckpointNames
+from reshard.refit.demo.supervisor import Supervisor
 from reshard.refit.engines.torch_module import TorchModuleEngine
 from reshard.refit.report import RefitReport
 from reshard.refit.tensors import LocalTensor
@@ -116,3 +119,66 @@ def test_lora_alone(tmp_path: Path) -> None:
     assert all(torch.equal(value, values(engine)[name]) for name, value in values(adapted).items())
     assert report.useful_bytes == sum(tensor.nbytes for tensor in saved.values())
     assert report.coverage.params_never_written > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("family", ["dense", "experts"])
+def test_a_merged_adapter_goes_out_as_a_plain_checkpoint(family: str, tmp_path: Path) -> None:
+    """For engines that know nothing of adapters: what `merge_and_unload` would save, and the trainer keeps both."""
+    peft = pytest.importorskip("peft", reason="LoRA adapters are tested with PEFT's own")
+    from safetensors.torch import load_file
+
+    base = build(1) if family == "dense" else mixture()
+    targets = {"target_modules": ["q_proj", "o_proj"], "modules_to_save": ["lm_head"], "init_lora_weights": False}
+    trainer = peft.get_peft_model(base, peft.LoraConfig(r=4, **targets))
+    names = merged_names(trainer)
+    before = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
+    with merged(trainer):
+        held = names.apply(local_tensors(trainer))
+        published = {tensor.name: torch.as_tensor(tensor.data).clone() for tensor in held}
+        own = {parameter.untyped_storage().data_ptr() for parameter in trainer.parameters()}
+        copied = [t.name for t in held if torch.as_tensor(t.data).untyped_storage().data_ptr() not in own]
+    assert copied == []
+    torch.testing.assert_close(trainer.state_dict(), before)
+    copy.deepcopy(trainer).merge_and_unload().save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert published.keys() == saved.keys()
+    torch.testing.assert_close(published, saved)
+    assert not torch.equal(
+        published["model.layers.0.self_attn.q_proj.weight"], before[f"{PEFT_NAME}.base_layer.weight"]
+    )
+
+
+PEFT_NAME = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.slow
+def test_an_adapter_is_merged_into_the_shards_of_fsdp2(tmp_path: Path) -> None:
+    """Also after a forward pass, when each rank has gathered the parameters: what is added to those would be lost."""
+    pytest.importorskip("peft", reason="LoRA adapters are tested with PEFT's own")
+    root = Path(__file__).resolve().parents[2]
+    environment = {"PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)]), "PYTHONWARNINGS": "ignore"}
+    with Supervisor(("torch.distributed.fsdp", "peft"), tmp_path, environment=environment) as supervisor:
+        arguments = {"world": 2, "store": str(tmp_path / "store")}
+        ranks = [
+            supervisor.start(f"rank-{rank}", "tests.refit.peft_workers:run_rank", {"rank": rank} | arguments)
+            for rank in range(2)
+        ]
+        answers = supervisor.wait(ranks, timeout_s=50)
+    names = sorted(name for name in build(1).state_dict())
+    assert [answer["names"] for answer in answers.values()] == [names, names]
+
+
+def mixture() -> PreTrainedModel:
+    """A model whose parameters are not those of its checkpoints: stacked experts."""
+    config = MixtralConfig(
+        vocab_size=37,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        intermediate_size=24,
+        num_local_experts=3,
+    )
+    return MixtralForCausalLM(config)

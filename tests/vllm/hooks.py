@@ -14,25 +14,28 @@ def slow_down(model: Any) -> None:
     model.register_forward_pre_hook(lambda *_: time.sleep(STEP_S))
 
 
-def eplb_errors() -> list[str]:
-    """What a user is told who turns on expert load balancing: by vLLM on a CPU, and by us where vLLM takes it."""
+def refusals() -> list[str]:
+    """What is said to who turns on expert load balancing (by vLLM on a CPU, by us where vLLM takes it) or LoRA."""
     import torch
-    from vllm.config import ParallelConfig, WeightTransferConfig
+    from vllm.config import LoRAConfig, ParallelConfig, WeightTransferConfig
 
     from reshard.refit.engines.vllm_worker import worker_engine_type
 
-    def refused_by_us() -> None:
-        config: Any = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=True), model_config=None)
+    def refused_by_us(eplb: bool, lora: LoRAConfig | None) -> None:
+        parallel = SimpleNamespace(enable_eplb=eplb)
+        config: Any = SimpleNamespace(parallel_config=parallel, model_config=None, lora_config=lora)
         backend = WeightTransferConfig(backend="reshard")
         worker_engine_type()(backend, config, torch.device("cpu"), torch.nn.Linear(1, 1))
 
-    def refused_by_vllm() -> None:
-        ParallelConfig(enable_eplb=True, enable_expert_parallel=True, tensor_parallel_size=2)
-
+    refused = (
+        lambda: ParallelConfig(enable_eplb=True, enable_expert_parallel=True, tensor_parallel_size=2),
+        lambda: refused_by_us(True, None),
+        lambda: refused_by_us(False, LoRAConfig()),
+    )
     told = []
-    for refused in (refused_by_vllm, refused_by_us):
+    for refuse in refused:
         try:
-            refused()
+            refuse()
         except Exception as error:
             told.append(f"{type(error).__name__}: {error}")
     return told

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.vllm.children import answer
-from tests.vllm.hooks import eplb_errors, slow_down
+from tests.vllm.hooks import refusals, slow_down
 from tests.vllm.models import digests, sabotage
 
 
@@ -188,7 +188,7 @@ if __name__ == "__main__":
         *(serving.begin, serving.progress, serving.reached, serving.end, serving.say),
         *(serving.pause, serving.resume, serving.is_paused, serving.reset_prefix_cache),
         *(serving.init, serving.start, serving.update, serving.finish, serving.refit),
-        *(serving.draft, serving.weights, serving.slow_down, serving.break_next_install, eplb_errors),
+        *(serving.draft, serving.weights, serving.slow_down, serving.break_next_install, refusals),
     )
     answer(sys.argv[1], {command.__name__: command for command in commands})
     serving.llm.shutdown()

@@ -122,15 +122,16 @@ def test_two_pipeline_stages_and_what_a_refused_update_leaves(dense: Parallel) -
         assert first.keys() != second.keys()
 
 
-def test_two_expert_parallel_ranks_and_load_balancing(experts: Parallel) -> None:
+def test_two_expert_parallel_ranks_and_what_is_refused_at_the_start(experts: Parallel) -> None:
     with experts.engine(tensor_parallel_size=2, enable_expert_parallel=True) as engine:
         engine.ask("init", info=experts.info())
         experts.check_bytes(engine)
         first, second = engine.ask("weights")
         assert [n for n in first if "w13_weight" in n and first[n] == second[n]] == []
-        by_vllm, by_us = engine.ask("eplb_errors")
+        by_vllm, by_us, of_lora = engine.ask("refusals")
         assert "Expert parallelism load balancing is only supported on" in by_vllm
         assert by_us.startswith("RefitError: enable_eplb: vLLM moves experts between ranks while it serves")
+        assert of_lora.startswith("RefitError: enable_lora: vLLM puts its adapters' layers around the model's")
 
 
 def test_replicas_of_a_mixture_of_experts_are_one_group(experts: Parallel) -> None:
