@@ -145,15 +145,18 @@ class Acquisition:
         if not r.require_verified:
             return
         if r.verify != "full":
-            raise UnverifiedError(f"require_verified needs verify='full', got {r.verify!r}: nothing of {version} was read")
+            raise UnverifiedError(f"require_verified needs verify='full', got {r.verify!r}: {version} was not read")
         for part in r.bench.stream_parts() if r.install_mode == "stream" else ():
             bare = [h.name for h in part.plan.holders if not self._found.manifest.slot(h.name).digest_root]
             cells = part.checks.partial if part.checks is not None else ()
             if part.checks is not None and (bare or cells):
-                why = f"holder {bare[0]!r} published no digests" if bare else f"{len(cells)} cells would be read in part"
-                shown = f": {part.checks.describe(*cells[0])}" if cells and not bare else ""
+                why = (
+                    f"holder {bare[0]!r} published no digests"
+                    if bare
+                    else (f"{len(cells)} cells would be read in part: {part.checks.describe(*cells[0])}")
+                )
                 raise UnverifiedError(
-                    f"{version} cannot be verified while it is streamed in, {why}{shown}; give the publisher this "
+                    f"{version} cannot be verified while it is streamed in, {why}; give the publisher this "
                     "receiver's cut hints and digests=True, or drop require_verified"
                 )
 

@@ -133,7 +133,6 @@ class Streamer:
         sizes = dict(zip(made.buffers.names_list, made.buffer_bytes.tolist(), strict=True))
         names = pack_parts(planned, budget_bytes)
         self.arena_bytes = max((extent_bytes(sizes[n] for n in part) for part in names), default=0)
-        self._arena = self._make("stream", self.arena_bytes)
         self._parts: list[StreamPart] = []
         index = {name: i for i, name in enumerate(made.buffers.names_list)}
         plans: list[Plan] = []
@@ -142,14 +141,21 @@ class Streamer:
             reads = with_buffers(made.reads.take(np.flatnonzero(wanted)), [index[n] for n in part])
             plans.append(plan(made.sources, reads, made.options))
         self.staging_bytes = max((p.staging_bytes for p in plans), default=0)
-        self._staging = self._make("staging", self.staging_bytes) if self.staging_bytes else None
-        for part, one in zip(names, plans, strict=True):
-            at = 0
-            views: dict[str, Memory] = {}
-            for name in part:
-                views[name] = self._arena.memory[at : at + sizes[name]]
-                at += aligned(sizes[name])
-            self._parts.append(self._part(one, views))
+        self._staging: Arena | None = None
+        self._arena = self._make("stream", self.arena_bytes)
+        try:
+            if self.staging_bytes:
+                self._staging = self._make("staging", self.staging_bytes)
+            for part, one in zip(names, plans, strict=True):
+                at = 0
+                views: dict[str, Memory] = {}
+                for name in part:
+                    views[name] = self._arena.memory[at : at + sizes[name]]
+                    at += aligned(sizes[name])
+                self._parts.append(self._part(one, views))
+        except BaseException:
+            self.close()
+            raise
 
     def _make(self, what: str, nbytes: int) -> Arena:
         hook = self._reader.on_allocate
@@ -174,7 +180,11 @@ class Streamer:
         )
         own.batch_bytes = self._reader.batch_bytes
         own.adopt(made, checks.n_cells if checks is not None else {}, borrowed=views, staging=self._staging)
-        own.arenas.allocate()
+        try:
+            own.arenas.allocate()
+        except BaseException:
+            own.release()
+            raise
         self._reader.arenas.new_registrations += own.arenas.new_registrations
         return StreamPart(made, checks, own, views, self._planned)
 

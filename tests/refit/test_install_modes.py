@@ -109,6 +109,36 @@ def test_wrong_bytes_while_streaming_quarantine_the_group_and_a_refit_mends_it()
         assert not any(e.paused for e in cluster.engines)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("lacking", ["staging", "meta"])
+def test_want_of_memory_for_streaming_leaves_nothing_registered(lacking: str) -> None:
+    """Else each try would keep an arena of the whole stream budget, until the next one cannot have one."""
+
+    def allocate(what: str, n_bytes: int) -> None:
+        if what == lacking:
+            raise MemoryError(f"no {n_bytes} bytes for {what}")
+
+    engine = ArrayEngine({"q": np.zeros((8, 4), np.float64)}, layout={"q": [take("q", np.s_[:, 3:7])]})
+    settings = {
+        "install": "stream",
+        "stream_bytes": 4096,
+        "on_allocate": allocate,
+        "options": PlanOptions(max_runs_per_block=1),
+        "allow_unconsumed": ["*"],
+    }
+    with Cluster(1, engines=[engine], receiver_settings=settings) as cluster:
+        cluster.publish(0, weights(0))
+        transport, receiver = cluster.receiver_transports[0], cluster.receivers[0]
+        for _ in range(2):
+            assert isinstance(cluster.refit(0)[0], MemoryError)
+            assert not receiver.reader.arenas.all()
+            assert not transport._ledger.all_entries()  # type: ignore[attr-defined]
+            assert len(receiver.reader.links._listeners) == 1
+        receiver.reader.on_allocate = None
+        receiver.reader.arenas._on_allocate = None
+        cluster.refit_ok(0)
+        assert np.array_equal(engine["q"], weights(0)["q"][:, 3:7].astype(np.float64))
+
+
 @pytest.mark.parametrize("install", ["shadow", "stream"])
 @pytest.mark.parametrize("mode", ["off", "sample"])
 def test_require_verified_needs_full_verification(install: str, mode: str) -> None:
