@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from reshard.planner.errors import require
 from reshard.refit.adapters.torch_dtensor import named_tensors
@@ -19,6 +19,7 @@ from reshard.refit.adapters.transformers_names import CheckpointNames
 if TYPE_CHECKING:
     import torch
     from peft import PeftModel
+    from transformers import PreTrainedModel
 
 __all__ = ["merged", "merged_names"]
 
@@ -40,6 +41,7 @@ def merged_names(model: PeftModel) -> CheckpointNames:
     require("transformers", extra="demo")
     from transformers.core_model_loading import revert_weight_conversion
 
+    whole = cast("PreTrainedModel", model.get_base_model())
     of_adapter, saved_module = f".{model.base_model.prefix}", f".modules_to_save.{model.active_adapter}."
 
     def run(metas: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -48,7 +50,8 @@ def merged_names(model: PeftModel) -> CheckpointNames:
             if of_adapter not in name and ".original_module." not in name:
                 plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
                 base[plain.replace(saved_module, ".")] = meta
-        return revert_weight_conversion(model.get_base_model(), base)
+        converted: Mapping[str, torch.Tensor] = revert_weight_conversion(whole, base)
+        return converted
 
     return CheckpointNames._trace(named_tensors(model), run)
 

@@ -46,14 +46,20 @@ def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     Raises
     ------
     TableError
-        If two tensors have one name once the wrappers' parts are left out.
+        If two tensors have one name once the wrappers' parts are left out, or a part is under FSDP1, which flattens
+        parameters and keeps no boxes of them.
     """
     require("torch", extra="torch")
-    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    for part in module.modules():
+    for name, part in module.named_modules():
         if isinstance(part, FSDPModule):
             part.reshard()
+        if isinstance(part, FullyShardedDataParallel):
+            raise TableError(
+                f"module {name or type(part.module).__name__!r} is under FullyShardedDataParallel (FSDP1): its ranks "
+                "hold stretches of flattened parameters and no boxes; shard it with fully_shard (FSDP2)"
+            )
     persistent = set(module.state_dict(keep_vars=True))
     listed: list[tuple[str, torch.Tensor]] = list(module.named_parameters())
     listed += [(name, buffer) for name, buffer in module.named_buffers() if name in persistent]
@@ -119,7 +125,7 @@ def local_tensors(
     ------
     TableError
         For a `Partial` placement, a placement of an unknown kind, or a local tensor whose shape is not what the
-        placements say.
+        placements say; for a module under FSDP1, and for a parameter that DeepSpeed ZeRO-3 has partitioned.
     """
     require("torch", extra="torch")
     import torch
@@ -135,6 +141,12 @@ def local_tensors(
             shape = tuple(tensor.shape)
             data = tensor.detach()
             found.append(LocalTensor(name, _label(tensor), shape, (0,) * len(shape), data, plain_claim))
+        elif (whole := getattr(tensor, "ds_shape", None)) is not None:
+            raise TableError(
+                f"tensor {name!r}: got no elements, expected shape {tuple(whole)}: DeepSpeed ZeRO-3 has it "
+                "partitioned; publish from within deepspeed.zero.GatheredParameters",
+                tensor=name,
+            )
     return found
 
 

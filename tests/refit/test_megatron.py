@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.refit.cluster import TIMEOUT_S, Cluster
 
 from reshard.planner.errors import TableError
 from reshard.refit.adapters import megatron, megatron_pieces
 from reshard.refit.adapters.megatron import MegatronModel, MegatronRank
 from reshard.refit.adapters.megatron_pieces import Piece
+from reshard.refit.engines.arrays import ArrayEngine
 from reshard.refit.tensors import LocalTensor
+from reshard.rendezvous.errors import EqualityError
 
 Tensors = dict[str, np.ndarray]
 
@@ -233,6 +237,35 @@ def test_views_are_not_copies_and_claims_are_the_callers() -> None:
     assert claimed == {part.name for part in held if "norm" in part.name}
     unclaimed = megatron.local_tensors(local, DENSE, MegatronRank(1, 2))
     assert {part.replica_group for part in unclaimed} == {-1}
+
+
+def test_data_parallel_ranks_publish_and_an_engine_takes_it() -> None:
+    """TP2 x PP2 x DP2 with experts over the tensor ranks: claimed copies are replicas, and are compared."""
+    full = full_tensors(MOE)
+    held: list[list[LocalTensor]] = []
+    for replica in range(2):
+        for i, (place, layers) in enumerate(ranks(2, 2, 2)):
+            of_stage = [2 * (i // 2) + j for j in (0, 1, 4, 5)]
+            rank = replace(place, copies={"sharded": (i, i + 4), "expert": (i, i + 4), "replicated": of_stage})
+            local = shard(full, MOE, rank, layers, stacked=False)
+            own = {name: array.copy() for name, array in local.items()} if replica else local
+            held.append(megatron.local_tensors(own, MOE, rank))
+    engine = ArrayEngine({name: np.zeros_like(tensor) for name, tensor in full.items()})
+    with Cluster(len(held), [engine]) as cluster:
+
+        def publish(step: int) -> None:
+            for publisher, own in zip(cluster.publishers, held, strict=True):
+                publisher.publish(epoch=0, step=step, tensors=own, timeout_s=TIMEOUT_S)
+
+        publish(0)
+        (report,) = cluster.refit_ok(0)
+        assert report.coverage_pct == 100
+        for name, tensor in full.items():
+            np.testing.assert_array_equal(engine[name], tensor, err_msg=name)
+        norm = next(part for part in held[5] if part.name.endswith("norm.weight"))
+        np.asarray(norm.data)[0] += 1
+        with pytest.raises(EqualityError, match=r"slots 'trainer-0' and 'trainer-5' claim equal content .* and differ"):
+            publish(1)
 
 
 def test_a_rank_of_padding_alone_holds_no_rows() -> None:

@@ -111,6 +111,29 @@ def test_wrappers_leave_names_as_they_are() -> None:
     assert {name: tensor.data_ptr() for name, tensor in named_tensors(torch.compile(model)).items()} == plain
 
 
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`", "ignore::FutureWarning")
+def test_shards_without_boxes_are_refused(tmp_path: Path) -> None:
+    """FSDP1 flattens parameters; DeepSpeed ZeRO-3 leaves empty ones and keeps the true shape beside them."""
+    torch = pytest.importorskip("torch", reason="the DTensor adapter needs torch")
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    from reshard.refit.adapters.torch_dtensor import local_tensors
+
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        wrapped = FullyShardedDataParallel(torch.nn.Linear(3, 2), device_id=torch.device("cpu"), use_orig_params=True)
+        with pytest.raises(TableError, match=r"module '1' is under FullyShardedDataParallel \(FSDP1\)"):
+            local_tensors(torch.nn.Sequential(torch.nn.Linear(2, 3), wrapped))
+    finally:
+        dist.destroy_process_group()
+    partitioned = torch.nn.Linear(3, 2, bias=False)
+    partitioned.weight.data = torch.empty(0)
+    partitioned.weight.ds_shape = torch.Size([2, 3])
+    with pytest.raises(TableError, match=r"'weight': got no elements, expected shape \(2, 3\): DeepSpeed ZeRO-3"):
+        local_tensors(partitioned)
+
+
 def run_on_gloo(folder: Path, world: int, mesh_shapes: list[list[int]], timeout_s: float) -> list[int]:
     pytest.importorskip("torch", reason="the DTensor adapter needs torch")
     environment = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
