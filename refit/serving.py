@@ -6,7 +6,7 @@
    changed since is not offered.
 3. They are offered under a model name of their own, as the version that is served, one slot a member; equal boxes
    of several members are claimed equal by their layouts' common claim.
-4. Before the arena is written again the offer is fenced.
+4. Before the arena is written again the offer is fenced, and one that is being made is waited for.
 
 Refused where the bytes are no longer the published ones: the engine keeps only kernel layouts, or a tensor was
 cast, computed or scattered on its way.
@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -30,12 +31,12 @@ from reshard.refit.cells import CellGrid
 from reshard.refit.deadline import Deadline
 from reshard.refit.devices import CellRows
 from reshard.refit.digests import root_of
-from reshard.refit.errors import PublishError, UnverifiedError, VerificationError
+from reshard.refit.errors import PublishError, RefitTimeoutError, UnverifiedError, VerificationError
 from reshard.refit.header import HEADER_BYTES
 from reshard.refit.offering import Offering
 from reshard.refit.preface import Preface, digest_region_bytes
 from reshard.refit.published import Published
-from reshard.refit.rechecking import recheck
+from reshard.refit.rechecking import TrustedDigests, recheck
 from reshard.rendezvous.errors import RendezvousError
 from reshard.rendezvous.types import VersionKey
 
@@ -146,6 +147,8 @@ class ServeOn:
         self._n_bytes = 0
         self._arena: Arena | None = None
         self._meta: Arena | None = None
+        self._lock = threading.RLock()
+        """Held while an offer is made or ended: the receiver may refit in another thread meanwhile."""
         receiver.bench.on_overwrite = self._overwrite
         receiver.reader.arenas.on_drop = self._dropped
 
@@ -156,12 +159,20 @@ class ServeOn:
         ------
         PublishError
             Nothing is served from shadow buffers, only kernel layouts remain, or (without ``partial``) a tensor is
-            not as it was published; each with why.
+            not as it was published; each with why. Or a refit in another thread has taken another version meanwhile.
+        RefitTimeoutError
+            A fence in another thread outlives the deadline.
         """
+        deadline = Deadline(timeout_s, f"serving on from member {self._receiver.member!r}")
+        with self._alone(deadline):
+            return self._publish(deadline)
+
+    def _publish(self, deadline: Deadline) -> Published:
         r = self._receiver
-        deadline = Deadline(timeout_s, f"serving on from member {r.member!r}")
         self._offering.require_open()
-        version, planned, arena = r.check_serving(), r.bench.planned, r.reader.arenas.served
+        version, planned, arena, trusted = r.check_serving(), r.bench.planned, r.reader.arenas.served, r.bench.trusted
+        if r.check_serving() != version:  # what was looked at between belongs to either
+            raise PublishError(f"member {r.member!r}: a refit in another thread went on from {version}; offer again")
         key = VersionKey(self.model, version.epoch, version.step)
         if self._uid and key == self._key:
             self._offering.again(key, deadline, self._hold)
@@ -193,7 +204,7 @@ class ServeOn:
         holder = Holder(r.member, self._offering.host, device.memory, device.number)
         grid = CellGrid.of(ShardPart.from_shards(holder, shards, [arena.nbytes], r.member, r.group))
         digests = device.digest_cells([CellRows(arena.memory, grid.offset_bytes, grid.nbytes, grid.tags)])
-        self._recheck(arena, grid, version, deadline)
+        self._recheck(trusted, arena, grid, version, deadline)
         sizes = {"header": HEADER_BYTES, "digests": digest_region_bytes(len(grid))}
         region_bytes = [arena.nbytes, *sizes.values()]
         part = ShardPart.from_shards(holder, shards, region_bytes, r.member, r.group)
@@ -225,12 +236,16 @@ class ServeOn:
                 self._arena = self._meta = None
                 meta.close()
             raise
+        if arena not in r.reader.arenas.shadows():
+            self._dropped(arena)
+            raise PublishError(f"member {r.member!r}: a refit in another thread has let go of what holds {version}")
         return Published(key, self._uid, False, self._n_bytes, {})
 
-    def _recheck(self, arena: Arena, grid: CellGrid, version: VersionKey, deadline: Deadline) -> None:
+    def _recheck(
+        self, trusted: TrustedDigests | None, arena: Arena, grid: CellGrid, version: VersionKey, deadline: Deadline
+    ) -> None:
         """After the boxes were digested, so that no change falls between; see `reshard.refit.rechecking`."""
         r, n_bytes = self._receiver, int(grid.nbytes.sum())
-        trusted = r.bench.trusted
         ends = (grid.offset_bytes + grid.nbytes).tolist()
         offered = list(zip(grid.offset_bytes.tolist(), ends, strict=True))
         try:
@@ -262,12 +277,14 @@ class ServeOn:
 
     def fence(self, *, timeout_s: float) -> None:
         """End the offer: no new readers, and wait for the present ones."""
-        if self._uid:
-            self._offering.end(self._uid, Deadline(timeout_s, f"fence of member {self._receiver.member!r}"))
-            self._uid = ""
-        meta, self._meta, self._arena = self._meta, None, None
-        if meta is not None:
-            meta.close()
+        deadline = Deadline(timeout_s, f"fence of member {self._receiver.member!r}")
+        with self._alone(deadline):
+            if self._uid:
+                self._offering.end(self._uid, deadline)
+                self._uid = ""
+            meta, self._meta, self._arena = self._meta, None, None
+            if meta is not None:
+                meta.close()
 
     def close(self) -> None:
         """Withdraw the offer without waiting, and leave the rendezvous. Idempotent."""
@@ -286,9 +303,28 @@ class ServeOn:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
+    @contextlib.contextmanager
+    def _alone(self, deadline: Deadline) -> Iterator[None]:
+        """Do something while no other thread makes or ends an offer."""
+        if not self._lock.acquire(timeout=deadline.remaining("serve on")):
+            raise RefitTimeoutError(
+                f"{deadline.what}: an offer was still being made or ended in another thread after "
+                f"{deadline.timeout_s:g} s"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
+
     def _overwrite(self, arena: Arena, deadline: Deadline) -> None:
-        if self._uid and arena is self._arena:
-            self.fence(timeout_s=min(self._fence_timeout_s, deadline.remaining("fence of what is served on")))
+        """End the offer of an arena that is about to be written; once this returns it is not taken for what serves."""
+        left_s = min(self._fence_timeout_s, deadline.remaining("fence of what is served on"))
+        within = Deadline(left_s, f"fence of member {self._receiver.member!r}")
+        with self._alone(within):
+            if self._uid and arena is self._arena:
+                self.fence(timeout_s=within.remaining("fence of what is served on"))
+            if self._receiver.reader.arenas.served is arena:
+                self._receiver.reader.arenas.served = None
 
     def _dropped(self, arena: Arena) -> None:
         """The arena is about to be closed, since another plan needs other buffers: admit no new readers to it.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -18,6 +20,7 @@ from reshard.refit.errors import PublishError, UnverifiedError, VerificationErro
 from reshard.refit.receiver import Receiver
 from reshard.refit.serving import ServeOn
 from reshard.refit.torch_device import TorchDevice
+from reshard.rendezvous.types import VersionKey
 from reshard.transports import open_transport
 
 
@@ -287,3 +290,91 @@ def test_another_mode_of_verification_keeps_what_a_doubt_may_need(install: str) 
             assert (r.bench.planned, r.bench._streamer, r.reader.arenas.all()) == before
             assert before[0] is not None
         assert all(report.verified_bytes > 0 for report in cluster.refit_ok(0))
+
+
+# -- while the receiver refits in another thread
+
+
+def alone(**settings: object) -> Cluster:
+    """One trainer and one rank that takes everything; version 0 is served, version 1 published."""
+    engine = ArrayEngine({n: np.zeros_like(w) for n, w in weights(0).items()}, **settings)  # type: ignore[arg-type]
+    cluster = Cluster(1, engines=[engine])
+    cluster.publish(0, weights(0))
+    cluster.refit_ok(0)
+    cluster.publish(1, weights(1))
+    return cluster
+
+
+def test_a_refit_waits_for_an_offer_that_is_being_made_and_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the offer would come as the memory is overwritten, and who reads without digests would install a mixture."""
+    begun, refitting = threading.Event(), threading.Event()
+    real = serving.recheck
+
+    def slow(*args: object) -> int:
+        checked = real(*args)  # type: ignore[arg-type]
+        begun.set()
+        assert refitting.wait(TIMEOUT_S)
+        time.sleep(0.2)
+        return checked
+
+    with alone(commit="copy") as cluster, ServeOn(cluster.receivers[0]) as served:
+        monkeypatch.setattr(serving, "recheck", slow)
+        made: list[object] = []
+        offering = threading.Thread(target=lambda: made.append(served.publish(timeout_s=TIMEOUT_S)))
+        offering.start()
+        assert begun.wait(TIMEOUT_S)
+        cluster.receivers[0]._on_stage = lambda name: refitting.set() if name == "allocate" else None
+        cluster.refit_ok(1)
+        offering.join()
+        assert made, "it was offered"
+        assert states(cluster) != ["ready"], "and ended before the memory was written"
+        monkeypatch.undo()
+        served.publish(timeout_s=TIMEOUT_S)
+        assert offers(cluster)[-1] == 1
+
+
+def test_an_offer_is_not_of_the_version_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refit had read its version when the offer was asked for, and swaps it in as that is made."""
+    with alone(commit="swap") as cluster, ServeOn(cluster.receivers[0]) as served:
+        receiver = cluster.receivers[0]
+        voting, go_on = threading.Event(), threading.Event()
+
+        def stage(name: str) -> None:
+            if name == "vote":
+                voting.set()
+                assert go_on.wait(TIMEOUT_S)
+
+        receiver._on_stage = stage
+        refitting = threading.Thread(target=cluster.refit_ok, args=(1,))
+        refitting.start()
+        assert voting.wait(TIMEOUT_S)
+        real = receiver.check_serving
+
+        def between() -> VersionKey:
+            monkeypatch.undo()
+            version = real()
+            go_on.set()
+            refitting.join()
+            return version
+
+        monkeypatch.setattr(receiver, "check_serving", between)
+        with pytest.raises(PublishError, match=r"went on from m@0\.0"):
+            served.publish(timeout_s=TIMEOUT_S)
+        assert not offers(cluster)
+        served.publish(timeout_s=TIMEOUT_S)
+        assert offers(cluster) == [1]
+
+
+def test_buffers_that_go_while_they_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    with alone() as cluster, ServeOn(cluster.receivers[0]) as served:
+        real = serving.recheck
+
+        def gone(*args: object) -> int:
+            checked = real(*args)  # type: ignore[arg-type]
+            cluster.receivers[0].bench.forget()
+            return checked
+
+        monkeypatch.setattr(serving, "recheck", gone)
+        with pytest.raises(PublishError, match=r"has let go of what holds m@0\.0"):
+            served.publish(timeout_s=TIMEOUT_S)
+        assert states(cluster) != ["ready"]
