@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import socket
 import subprocess
@@ -13,9 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.ports import lasting_port
 
 from reshard.rendezvous.client import Rendezvous
 
+START_S = 60.0  # how long a server may take to come up
 # PR_SET_PDEATHSIG of SIGKILL, which an exec keeps; then the command that follows.
 _MORTAL = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
 
@@ -26,7 +27,7 @@ class RedisServer:
     def __init__(self, folder: Path, binary: str | None = None) -> None:
         self.folder = folder
         self.binary = binary
-        self.port = free_port()
+        self.port = lasting_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -41,7 +42,7 @@ class RedisServer:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.STDOUT,
         )  # fmt: skip
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             try:
                 with socket.create_connection(("127.0.0.1", self.port), 0.2) as probe:
@@ -52,7 +53,7 @@ class RedisServer:
                 pass
             assert self._process.poll() is None, f"{binary} ended at once"
             time.sleep(0.02)
-        raise AssertionError(f"{binary} did not answer within 20 s")
+        raise AssertionError(f"{binary} did not answer within {START_S} s")
 
     def kill(self) -> None:
         if self._process is not None:
@@ -64,23 +65,6 @@ class RedisServer:
 def mortal() -> tuple[str, ...]:
     """The head of a command whose process ends with this one, even if this one is killed (Linux)."""
     return (sys.executable, "-c", _MORTAL) if sys.platform == "linux" else ()
-
-
-def free_port() -> int:
-    """A port that nobody has, to be bound again and again.
-
-    Not one of those that the system gives to outgoing connections: while its server is dead, a client that tries to
-    reach it could get it for its own end.
-    """
-    for _ in range(200):
-        port = random.SystemRandom().randrange(12_000, 32_000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise AssertionError("no free port found")
 
 
 def find_redis() -> str | None:

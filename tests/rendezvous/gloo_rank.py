@@ -28,7 +28,7 @@ from reshard.rendezvous.consensus import (
 from reshard.rendezvous.contracts import RankInventory, RunIdentity, validate_inventory_consensus
 from reshard.rendezvous.frames import encode_frame
 
-TIMEOUT_S = 45.0
+TIMEOUT_S = 120.0
 DIGEST = "0123456789abcdef" * 4
 OTHER = "f" * 64
 
@@ -202,7 +202,7 @@ class Scenarios:
     def one_dies(self):
         if self.last:
             os._exit(9)
-        return unanimous_vote(0, True, timeout_s=15.0)
+        return unanimous_vote(0, True, timeout_s=60.0)
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.ports import lasting_port
 from tests.rendezvous.support import MODEL, make_part, make_record, publish, receiver, trainer, wait
 
 from reshard.rendezvous import limits
@@ -103,8 +104,8 @@ def test_a_heartbeat_outlives_its_streams() -> None:
     async def live() -> None:
         backend = BreakingBackend()
         client = AsyncRendezvous(backend)
-        worker = await client.register(WorkerInfo("trainer", MODEL, "host", "t0"), ttl_s=3.0)
-        await asyncio.sleep(6.5)
+        worker = await client.register(WorkerInfo("trainer", MODEL, "host", "t0"), ttl_s=6.0)
+        await asyncio.sleep(7.0)  # longer than that: it lives by beats of several streams
         assert not worker.lost
         assert [row.lost for row in (await client.describe()).workers] == [False]
         assert backend.n_streams > 2
@@ -118,14 +119,16 @@ def test_a_worker_outlives_a_restart_of_its_server(redis_url: str) -> None:
     pytest.importorskip("grpc", reason="grpcio is not installed")
     from reshard.rendezvous.service import serve
 
-    server = serve(store=redis_url)
+    server = serve(f"127.0.0.1:{lasting_port()}", store=redis_url)
     with Rendezvous.connect(server.address) as client:
-        worker = trainer(client, "t0", ttl_s=5.0)
-        time.sleep(1.0)
+        worker = trainer(client, "t0", ttl_s=15.0)
         server.close(0.0)
         with serve(server.address, store=redis_url):
-            time.sleep(7.0)
-            assert not worker.lost
+            back_s = time.monotonic()
+            beating = worker._worker
+            while beating._alive_until_s - beating.ttl_s < back_s:  # until a beat since then was acknowledged
+                assert not worker.lost
+                time.sleep(0.05)
             assert [row.lost for row in client.describe().workers] == [False]
 
 
@@ -299,8 +302,10 @@ def test_one_fetch_serves_all_and_none_inherits_anothers_deadline() -> None:
         assert await patient == 1
 
         release.clear()
-        hasty = join(0.2)
-        await asyncio.sleep(0)
+        hasty = join(2.0)
+        while started < 2:
+            assert not hasty.done()
+            await asyncio.sleep(0)
         patient = join(60.0)
         with pytest.raises(RendezvousTimeoutError):
             await hasty

@@ -24,7 +24,9 @@ RANK = Path(__file__).with_name("gloo_rank.py")
 ROOT = Path(__file__).parents[2]
 DIGEST = "0123456789abcdef" * 4
 OTHER = "f" * 64
-GROUP_DEADLINE_S = 90.0
+GROUP_DEADLINE_S = 270.0
+
+pytestmark = pytest.mark.timeout(300)  # four processes that import torch
 
 COMMON = [
     "gather_records",

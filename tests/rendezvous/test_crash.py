@@ -21,7 +21,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("grpc", reason="grpcio is not installed: pip install 'reshard[rendezvous]'")
-from tests.rendezvous.conftest import RedisServer, free_port
+from tests.ports import lasting_port
+from tests.rendezvous.conftest import RedisServer
 from tests.rendezvous.redis_records import read_records
 from tests.rendezvous.support import MODEL, make_part, make_record, receiver, trainer
 
@@ -67,7 +68,7 @@ class MortalServer:
     """A server that dies often. Each life is a fork of one process that has imported everything."""
 
     def __init__(self, store: str) -> None:
-        self.address = f"127.0.0.1:{free_port()}"
+        self.address = f"127.0.0.1:{lasting_port()}"
         self.n_kills = 0
         self._nursery = subprocess.Popen(
             [sys.executable, "-c", NURSERY, self.address, store],

@@ -87,7 +87,7 @@ def test_timeout_names_what_is_missing(rdv: Rendezvous) -> None:
     uid = rdv.open_version(VersionKey(MODEL, 0, 7), ["t0", "t1"])
     rdv.publish_slot(uid, make_record("t0", worker.id, digest), worker)
     with pytest.raises(RendezvousTimeoutError, match=r"1 of 2 slots filled; missing 't1'") as caught:
-        wait(rdv, "r0", receiver(rdv, "r0"), timeout_s=0.3)
+        wait(rdv, "r0", receiver(rdv, "r0"), timeout_s=1.0)
     assert caught.value.missing_slots == ("t1",)
     assert caught.value.waited_s > 0.2
 
@@ -153,15 +153,17 @@ def test_r3_one_no_vote_aborts_all(rdv: Rendezvous) -> None:
 
 
 def test_r4_a_silent_worker_is_lost_at_query_time(rdv: Rendezvous) -> None:
-    lively, silent = trainer(rdv, "t0"), trainer(rdv, "t1", ttl_s=3.0)
+    lively, silent = trainer(rdv, "t0", ttl_s=300.0), trainer(rdv, "t1", ttl_s=5.0)
     publish(rdv, 1, {"t0": lively, "t1": silent})
     stop_heartbeat(silent)
-    time.sleep(3.2)
-    assert silent.lost
-    with pytest.raises(RendezvousTimeoutError, match=r"lost 't1': no heartbeat for \d\.\d s") as caught:
+    deadline = time.monotonic() + 60.0
+    while not (silent.lost and {w.name: w.lost for w in rdv.describe().workers}["t1"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    with pytest.raises(RendezvousTimeoutError, match=r"lost 't1': no heartbeat for \d+\.\d s") as caught:
         wait(rdv, "r0", receiver(rdv, "r0"), timeout_s=0.2)
     assert caught.value.lost_workers == ("t1",)
-    assert {w.name: w.lost for w in rdv.describe().workers}["t1"] is True
+    assert {w.name: w.lost for w in rdv.describe().workers} == {"t0": False, "t1": True, "r0": False}
     assert rdv.describe().versions[0].state == "withdrawn"
     with pytest.raises(StaleError, match=r"withdrawn: lost slots 't1' \(host-t1\)"):
         wait(rdv, "r0", receiver(rdv, "r0"), want=1, timeout_s=30.0)
@@ -170,7 +172,7 @@ def test_r4_a_silent_worker_is_lost_at_query_time(rdv: Rendezvous) -> None:
 def test_a_waiter_is_told_as_soon_as_a_worker_is_lost(rdv: Rendezvous) -> None:
     """The last vote is missing because its member died: its TTL, not the vote's deadline, decides."""
     publish(rdv, 1, {"t0": trainer(rdv, "t0")})
-    good, bad = receiver(rdv, "r0"), receiver(rdv, "r1", ttl_s=3.0)
+    good, bad = receiver(rdv, "r0"), receiver(rdv, "r1", ttl_s=5.0)
     txn = wait(rdv, "r0", good).transaction
     wait(rdv, "r1", bad)
     stop_heartbeat(bad)
@@ -387,10 +389,10 @@ def test_a_lease_ends_by_itself(rdv: Rendezvous) -> None:
     uid = publish(rdv, 1, {"t0": trainer(rdv, "t0")})
     reader = receiver(rdv, "r0")
     started = time.monotonic()
-    manifest = wait(rdv, "r0", reader, ("r0",), lease_ttl_s=1.0)
-    assert manifest.lease.remaining_s(time.monotonic()) <= 1.0
+    manifest = wait(rdv, "r0", reader, ("r0",), lease_ttl_s=2.0)
+    assert manifest.lease.remaining_s(time.monotonic()) <= 2.0
     rdv.wait_leases(uid, timeout_s=30.0)
-    assert time.monotonic() - started > 0.9
+    assert time.monotonic() - started > 1.9
     with pytest.raises(LeaseError, match="what was read under it is void"):
         rdv.renew_lease(manifest.lease)
 
@@ -455,11 +457,11 @@ def test_a_member_that_asks_for_another_step_does_not_hear_of_an_abort(rdv: Rend
 def test_deadline_of_a_transaction(rdv: Rendezvous) -> None:
     publish(rdv, 1, {"t0": trainer(rdv, "t0")})
     receivers = {name: receiver(rdv, name) for name in ("r0", "r1")}
-    txn = wait(rdv, "r0", receivers["r0"], transaction_timeout_s=1.5).transaction
+    txn = wait(rdv, "r0", receivers["r0"], transaction_timeout_s=3.0).transaction
     facts = rdv.vote(txn, "r0", True, names_consumed=["w"], wire_bytes=1, timeout_s=30.0)
     assert facts.decision is Decision.ABORT
-    assert "deadline of 1.5 s passed without the votes of ['r1']" in facts.reason
-    txn = wait(rdv, "r0", receivers["r0"], transaction_timeout_s=2.0).transaction
+    assert "deadline of 3 s passed without the votes of ['r1']" in facts.reason
+    txn = wait(rdv, "r0", receivers["r0"], transaction_timeout_s=6.0).transaction
     wait(rdv, "r1", receivers["r1"])
     with ThreadPoolExecutor(2) as pool:
         votes = [
@@ -498,8 +500,9 @@ def test_watch_versions(rdv: Rendezvous) -> None:
     thread = threading.Thread(target=listen)
     thread.start()
     uid = publish(rdv, 1, {"t0": worker})
-    deadline = time.monotonic() + 20.0
-    while (1, True) not in seen and time.monotonic() < deadline:
+    deadline = time.monotonic() + 25.0
+    while (1, True) not in seen:
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     rdv.retire(uid)
     thread.join(30.0)

@@ -43,6 +43,7 @@ METHODS = {method.name: method for method in SERVICE.methods}
 WAITING = {"AwaitVersion", "WaitLeases", "WatchVersions", "Vote", "Installed", "AskDecision"}
 ROOT = Path(__file__).parents[2]
 AT_ONCE = 24
+CALL_S = 60.0
 GROWTH_BYTES = 600 << 20
 PART_GROWTH_BYTES = 1500 << 20  # a part may have 10**7 rows of six columns, and one is decoded at a time
 
@@ -96,7 +97,7 @@ class ServerProcess:
         """It lives, answers, logged no failure of its own, and did not grow without bounds."""
         assert self.process.poll() is None, self.log.read_text()[-4000:]
         with Rendezvous.connect(self.address) as client:
-            client.describe(timeout_s=20.0)
+            client.describe(timeout_s=60.0)
         assert "Traceback" not in self.log.read_text(), self.log.read_text()[-4000:]
         assert self.peak_bytes() - self.start_bytes < PART_GROWTH_BYTES
 
@@ -220,10 +221,12 @@ def _known(
     return known
 
 
-async def call(channel: grpc.aio.Channel, name: str, messages: list[bytes]) -> grpc.aio.AioRpcError | None:
-    """Send raw messages; returns the error that came back, None if it was OK."""
-    for pause_s in (0.0, 0.01, 0.1, 0.5):
-        error = await call_once(channel, name, messages, pause_s)
+async def call(
+    channel: grpc.aio.Channel, name: str, messages: list[bytes], wait_s: float = CALL_S
+) -> grpc.aio.AioRpcError | None:
+    """Send raw messages, to a call that waits for others for `wait_s`; returns the error, None if it was OK."""
+    for pause_s in (0.0, 0.01, 0.1, 0.5, 2.0):
+        error = await call_once(channel, name, messages, pause_s, wait_s)
         # A write of grpcio's own client that crosses the server's refusal hides what the server said: ask again,
         # slowly.
         if error is None or error.details() != "Internal error from Core":
@@ -232,11 +235,11 @@ async def call(channel: grpc.aio.Channel, name: str, messages: list[bytes]) -> g
 
 
 async def call_once(
-    channel: grpc.aio.Channel, name: str, messages: list[bytes], pause_s: float
+    channel: grpc.aio.Channel, name: str, messages: list[bytes], pause_s: float, wait_s: float
 ) -> grpc.aio.AioRpcError | None:
     method = METHODS[name]
     path = f"/{SERVICE.full_name}/{name}"
-    timeout_s = 0.5 if name in WAITING else 10.0
+    timeout_s = wait_s if name in WAITING else CALL_S
 
     async def sending() -> AsyncIterator[bytes]:
         for message in messages:
@@ -300,13 +303,13 @@ def fuzz(address: str, name: str, n: int, seed: int) -> dict[str, int]:
 async def send_all(address: str, name: str, inputs: Iterator[list[bytes]], counts: dict[str, int]) -> None:
     async def work() -> None:
         for messages in inputs:  # one iterator for all: the loop has one thread
-            error = await call(channel, name, messages)
+            error = await call(channel, name, messages, wait_s=0.5)
             wrong = flaw(name, messages, error)
             assert not wrong, f"{name}: {wrong}\n{[message[:400] for message in messages]}"
             code = "OK" if error is None else error.code().name
             counts[code] = counts.get(code, 0) + 1
 
-    async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(120.0), asyncio.TaskGroup() as group:
+    async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(600.0), asyncio.TaskGroup() as group:
         for _ in range(AT_ONCE):
             group.create_task(work())
 
@@ -421,6 +424,7 @@ def bombs() -> dict[str, tables.TensorDict | tables.GeometryDict | tables.ShardP
     }
 
 
+@pytest.mark.timeout(300)
 def test_bombs_do_not_go_off(server):
     asyncio.run(throw_bombs(server))
     server.check()
@@ -488,6 +492,7 @@ def bombs_elsewhere() -> dict[str, tuple[str, tables.NameSet | tables.CutTable]]
     }
 
 
+@pytest.mark.timeout(300)
 def test_other_bombs_do_not_go_off(server):
     async def run() -> None:
         async with grpc.aio.insecure_channel(server.address) as channel:

@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.rendezvous.conftest import RedisServer, free_port, mortal
+from tests.ports import lasting_port
+from tests.rendezvous.conftest import START_S, RedisServer, mortal
 from tests.rendezvous.support import MODEL, publish, receiver, trainer, wait
 
 from reshard.rendezvous.client import Rendezvous
@@ -44,7 +45,7 @@ def test_an_outage_is_an_error_and_within_the_deadline() -> None:
             started = time.monotonic()
             with pytest.raises(RendezvousUnavailableError, match=r"127\.0\.0\.1:1"):
                 call()
-            assert time.monotonic() - started < 15.0
+            assert time.monotonic() - started < 30.0
 
 
 def test_an_outage_that_the_deadline_cuts_short_stays_an_outage() -> None:
@@ -79,7 +80,7 @@ def test_errors_of_a_later_version_are_of_the_tree() -> None:
 
 
 def test_calls_wait_out_a_server_that_comes_late() -> None:
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{lasting_port()}"
     servers: list[Server] = []
     timer = threading.Timer(0.5, lambda: servers.append(serve(listen=address)))
     timer.start()
@@ -94,11 +95,11 @@ def test_calls_wait_out_a_server_that_comes_late() -> None:
 
 def test_a_restarted_memory_server_says_unknown() -> None:
     """REFIT.md: a member in doubt then quarantines."""
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{lasting_port()}"
     server = serve(listen=address)
     try:
         with Rendezvous.connect(address) as client:
-            worker = trainer(client, "t0", ttl_s=9.0)
+            worker = trainer(client, "t0", ttl_s=15.0)
             publish(client, 1, {"t0": worker})
             txn = wait(client, "r0", receiver(client, "r0")).transaction
             server.close(0.5)
@@ -107,7 +108,7 @@ def test_a_restarted_memory_server_says_unknown() -> None:
             assert facts.decision is Decision.UNKNOWN
             assert client.ask_decision(txn).decision is Decision.UNKNOWN
             assert client.installed(txn, "r0", True, timeout_s=30.0).outcome is Decision.UNKNOWN
-            deadline = time.monotonic() + 40.0
+            deadline = time.monotonic() + 60.0
             while not worker.lost and time.monotonic() < deadline:
                 time.sleep(0.05)
             assert worker.lost, "the service does not know it any more"
@@ -116,7 +117,7 @@ def test_a_restarted_memory_server_says_unknown() -> None:
 
 
 def test_what_went_during_an_outage_is_told_after_it() -> None:
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{lasting_port()}"
     server = serve(listen=address)
     try:
         with Rendezvous.connect(address) as client:
@@ -138,25 +139,26 @@ def test_what_went_during_an_outage_is_told_after_it() -> None:
 @pytest.mark.redis
 def test_r8_a_member_in_doubt_learns_the_one_decision(redis_process: RedisServer, redis_url: str) -> None:
     """The server dies before a member hears, and comes back: the decision is the one that was recorded."""
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{lasting_port()}"
     server = ServerProcess(address, redis_url)
     try:
         with Rendezvous.connect(address) as client, Rendezvous.connect(address) as other:
-            publish(client, 1, {"t0": trainer(client, "t0", ttl_s=60.0)})
-            txn = wait(client, "r0", receiver(client, "r0", ttl_s=60.0)).transaction
-            wait(other, "r1", receiver(other, "r1", ttl_s=60.0))
+            publish(client, 1, {"t0": trainer(client, "t0", ttl_s=300.0)})
+            txn = wait(client, "r0", receiver(client, "r0", ttl_s=300.0)).transaction
+            wait(other, "r1", receiver(other, "r1", ttl_s=300.0))
             answers: list[object] = []
 
             def vote_first() -> None:
                 try:
-                    answers.append(client.vote(txn, "r0", True, names_consumed=["w"], wire_bytes=1, timeout_s=2.0))
+                    answers.append(client.vote(txn, "r0", True, names_consumed=["w"], wire_bytes=1, timeout_s=6.0))
                 except (RendezvousTimeoutError, RendezvousUnavailableError) as error:
                     answers.append(error)
 
             thread = threading.Thread(target=vote_first)
             thread.start()
-            deadline = time.monotonic() + 30.0
-            while other.describe().transactions[0].voted != ("r0",) and time.monotonic() < deadline:
+            deadline = time.monotonic() + 60.0
+            while other.describe().transactions[0].voted != ("r0",):
+                assert time.monotonic() < deadline, answers
                 time.sleep(0.02)
             server.kill()
             thread.join(60.0)
@@ -169,7 +171,7 @@ def test_r8_a_member_in_doubt_learns_the_one_decision(redis_process: RedisServer
             redis_process.start()
             server.start()
             assert client.ask_decision(txn, timeout_s=60.0).decision is Decision.COMMIT
-            done = threading.Thread(target=client.installed, args=(txn, "r0", True), kwargs={"timeout_s": 20.0})
+            done = threading.Thread(target=client.installed, args=(txn, "r0", True), kwargs={"timeout_s": 60.0})
             done.start()
             assert other.installed(txn, "r1", True, timeout_s=60.0).outcome is Decision.SERVE
             done.join(60.0)
@@ -190,7 +192,7 @@ class ServerProcess:
         env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
         self._process = subprocess.Popen([*mortal(), sys.executable, "-c", self._code], env=env)
         host, _, port = self._address.rpartition(":")
-        deadline = time.monotonic() + 30.0
+        deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             try:
                 socket.create_connection((host, int(port)), 0.2).close()
@@ -198,7 +200,7 @@ class ServerProcess:
             except OSError:
                 assert self._process.poll() is None, "the server ended at once"
                 time.sleep(0.02)
-        raise AssertionError("the server did not bind within 30 s")
+        raise AssertionError("the server did not bind in time")
 
     def kill(self) -> None:
         if self._process is not None:

@@ -32,7 +32,7 @@ class Pair:
 
     def wait(self, call: Awaitable[T]) -> T:
         async def bounded() -> T:
-            return await asyncio.wait_for(call, 20.0)
+            return await asyncio.wait_for(call, 60.0)
 
         return self.loop.run_until_complete(bounded())
 

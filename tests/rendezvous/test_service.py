@@ -41,16 +41,16 @@ def test_health_and_reflection() -> None:
         with grpc.insecure_channel(server.address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             for name in ("", "reshard.proto.v1.RendezvousService"):
-                answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
+                answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=60)
                 assert answer.status == health_pb2.HealthCheckResponse.SERVING
             stub = reflection_pb2_grpc.ServerReflectionStub(channel)
             asked = reflection_pb2.ServerReflectionRequest(list_services="")
-            (answer,) = stub.ServerReflectionInfo(iter([asked]), timeout=10)
+            (answer,) = stub.ServerReflectionInfo(iter([asked]), timeout=60)
             listed = {service.name for service in answer.list_services_response.service}
             assert "reshard.proto.v1.RendezvousService" in listed
             symbol = "reshard.proto.v1.RendezvousService"
             asked = reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol)
-            (answer,) = stub.ServerReflectionInfo(iter([asked]), timeout=10)
+            (answer,) = stub.ServerReflectionInfo(iter([asked]), timeout=60)
             assert answer.file_descriptor_response.file_descriptor_proto
     finally:
         server.close(1.0)
@@ -65,9 +65,9 @@ def test_metrics_and_access_log(caplog: pytest.LogCaptureFixture) -> None:
             client._thread.call(client._client.backend.open_epoch("", "run", 5.0))
         # a call is counted right after its answer was sent
         calls = 'reshard_rendezvous_calls_total{code="%s",method="OpenEpoch"} 1.0'
-        text, deadline = "", time.monotonic() + 10.0
+        text, deadline = "", time.monotonic() + 60.0
         while calls % "INVALID_ARGUMENT" not in text and time.monotonic() < deadline:
-            with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=10) as response:
+            with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=60) as response:
                 text = response.read().decode()
     assert calls % "OK" in text
     assert calls % "INVALID_ARGUMENT" in text
@@ -88,7 +88,7 @@ def test_a_closing_server_ends_waits_at_once() -> None:
 
         def await_it() -> None:
             try:
-                wait(client, "r0", reader, timeout_s=3.0)
+                wait(client, "r0", reader, timeout_s=6.0)
             except RendezvousError as error:
                 failures.append(error)
 
@@ -129,7 +129,7 @@ async def refit_async(client: AsyncRendezvous) -> Decision:
         facts = await client.installed(txn, "r0", True, timeout_s=30.0)
         assert (await client.ask_decision(txn)).outcome is facts.outcome
         await client.close_admission(uid)
-        await client.wait_leases(uid, timeout_s=5.0)
+        await client.wait_leases(uid, timeout_s=30.0)
         assert await client.retire(uid)
         assert len((await client.describe()).workers) == 2
         return facts.outcome
@@ -159,7 +159,7 @@ def test_a_process_may_end_without_closing_anything() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     with serve() as server:
         command = [sys.executable, "-c", code, server.address]
-        ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+        ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
@@ -182,7 +182,9 @@ def test_without_grpc_the_error_names_the_extra() -> None:
         "Rendezvous.connect('127.0.0.1:1')\n"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100, check=False
+    )
     assert ran.returncode == 1
     assert "pip install 'reshard[rendezvous]'" in ran.stderr
     assert MissingDependencyError.__name__ in ran.stderr

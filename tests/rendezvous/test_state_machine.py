@@ -50,7 +50,7 @@ class RedisMachine(RendezvousMachine):
         self.turns = itertools.cycle([0, 0, 1, 0, 1, 1])
 
     def wait(self, call):
-        return self.loop.run_until_complete(asyncio.wait_for(call, 20.0))
+        return self.loop.run_until_complete(asyncio.wait_for(call, 60.0))
 
     def run(self, transition):
         def at_shadow_time(view):
