@@ -213,6 +213,12 @@ class Broker:
                 )
                 break
             except _NamesNotLoadedError as need:
+                if time.monotonic() >= deadline:  # other decisions may have had them forgotten again
+                    raise RendezvousTimeoutError(
+                        f"transaction {txn_id}: the names of {len(need.tables)} tables and {len(need.name_sets)} sets "
+                        f"were not all here within {timeout_s:g} s",
+                        waited_s=timeout_s,
+                    ) from None
                 await self.catalog.load_names(need.tables, need.name_sets)
         if ran.value.decision is not Decision.PENDING:
             return ran.value

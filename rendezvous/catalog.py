@@ -61,8 +61,9 @@ class _Names:
     """Names by table digest and by set digest, and what a decision asks of them."""
 
     def __init__(self) -> None:
-        self._of_table: Lru[bytes, frozenset[str]] = Lru(4096)
-        self._of_set: Lru[bytes, frozenset[str]] = Lru(4096)
+        # as many as one decision may ask for: else it could never have all of them at once
+        self._of_table: Lru[bytes, frozenset[str]] = Lru(limits.MAX_SLOTS)
+        self._of_set: Lru[bytes, frozenset[str]] = Lru(limits.MAX_MEMBERS)
         self._answers: Lru[tuple[tuple[bytes, ...], tuple[bytes, ...], tuple[str, ...]], Unconsumed] = Lru(256)
 
     def unconsumed(
