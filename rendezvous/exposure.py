@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import os
+import re
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from reshard.rendezvous.errors import AuthenticationError, InvalidRequestError, 
 if TYPE_CHECKING:
     from reshard.rendezvous.service import ServeOptions
 
-__all__ = ["TokenFile", "check_exposure", "is_loopback", "read_pem", "split_address"]
+__all__ = ["TokenFile", "check_exposure", "is_loopback", "read_pem", "split_address", "without_secrets"]
 
 _LOOK_EVERY_S = 1.0
 _MAX_FILE_BYTES = 1 << 20
@@ -62,6 +63,19 @@ def split_address(field: str, address: str) -> tuple[str, int]:
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
         raise InvalidRequestError(field, f"{address!r}: write an IPv6 host in brackets")
     return host, int(port)
+
+
+def without_secrets(url: str) -> str:
+    """Return the URL of a store as it may be shown: user, password and parameters left out.
+
+    Examples
+    --------
+    >>> without_secrets("redis://bob:hunter2@db:6379/0?password=x")
+    'redis://...@db:6379/0'
+    >>> without_secrets("memory")
+    'memory'
+    """
+    return re.sub(r"//.*@", "//...@", url.partition("?")[0])
 
 
 def is_loopback(host: str) -> bool:

@@ -24,7 +24,7 @@ from reshard.rendezvous import limits
 from reshard.rendezvous.broker import Broker
 from reshard.rendezvous.catalog import BlobCatalog
 from reshard.rendezvous.errors import RendezvousError, RendezvousUnavailableError
-from reshard.rendezvous.exposure import TokenFile, check_exposure, read_pem
+from reshard.rendezvous.exposure import TokenFile, check_exposure, read_pem, without_secrets
 from reshard.rendezvous.optional import grpc
 from reshard.rendezvous.retries import RetryHint
 from reshard.rendezvous.store import MemoryStore, Store
@@ -130,7 +130,7 @@ class Server:
             raise
         self.address = self._running.address
         self.metrics_address = self._running.metrics_address
-        _log.info("rendezvous serves at %s on store %s", self.address, options.store)
+        _log.info("rendezvous serves at %s on store %s", self.address, without_secrets(options.store))
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the server is closed; False if `timeout_s` passed first."""
@@ -186,15 +186,15 @@ class _Running:
         from reshard.rendezvous.endpoint import SERVICE, Endpoint
         from reshard.rendezvous.handlers import Handlers
 
-        store = await open_store(options.store)
-        catalog = BlobCatalog(store)
-        broker = Broker(store, catalog)
         guard = TokenFile(options.token_file) if options.token_file else None
         metrics = None
         if options.metrics_listen:
             from reshard.rendezvous.metrics import MetricsServer
 
             metrics = MetricsServer(options.metrics_listen)
+        store = await open_store(options.store)  # last of what may refuse: it would have to be closed
+        catalog = BlobCatalog(store)
+        broker = Broker(store, catalog)
         handlers = Handlers(broker, catalog, options.retry_hint)
         endpoint = Endpoint(handlers, guard, metrics.telemetry if metrics is not None else None)
         server = grpc.aio.server(options=_CHANNEL_OPTIONS)
@@ -253,4 +253,4 @@ async def open_store(url: str) -> Store:
         from reshard.rendezvous.redis_store import RedisStore
 
         return await RedisStore.open(url)
-    raise RendezvousError(f"unknown store {url!r}; expected 'memory' or 'redis://host:port/db'")
+    raise RendezvousError(f"unknown store {without_secrets(url)!r}; expected 'memory' or 'redis://host:port/db'")

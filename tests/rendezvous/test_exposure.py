@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 
 import pytest
 
+from reshard.rendezvous import service
 from reshard.rendezvous.client import Rendezvous
 from reshard.rendezvous.errors import (
     AuthenticationError,
@@ -16,6 +18,7 @@ from reshard.rendezvous.errors import (
 )
 from reshard.rendezvous.exposure import is_loopback
 from reshard.rendezvous.service import serve
+from reshard.rendezvous.store import MemoryStore, Store
 from reshard.rendezvous.types import TLSFiles
 
 pytest.importorskip("grpc", reason="grpcio is not installed")
@@ -64,6 +67,43 @@ def test_a_taken_port_and_unknown_stores_are_named() -> None:
         serve(store="etcd")
     with pytest.raises(RendezvousUnavailableError, match="the store is not reached"):
         serve(store="redis://127.0.0.1:1/0")
+
+
+@pytest.mark.parametrize("store", ["valkey://bob:hunter2@db", "redis+tls://:hunter2@db/0?x=1", "x?password=hunter2"])
+def test_a_store_is_named_without_its_password(store: str) -> None:
+    with pytest.raises(RendezvousError, match="unknown store") as refused:
+        serve(store=store)
+    assert "hunter2" not in str(refused.value)
+
+
+@pytest.mark.redis
+def test_the_log_names_the_store_without_its_password(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    import redis
+
+    with redis.Redis.from_url(redis_url) as client:
+        everything = {"keys": ["*"], "channels": ["*"], "categories": ["+@all"]}
+        client.acl_setuser("bob", enabled=True, passwords=["+hunter2"], **everything)
+        store = redis_url.replace("//", "//bob:hunter2@")
+        try:
+            with caplog.at_level(logging.DEBUG), serve(store=store) as server, Rendezvous.connect(server.address) as c:
+                assert c.describe().store == "redis"
+            assert "on store redis://...@127.0.0.1" in caplog.text
+            assert "hunter2" not in caplog.text
+        finally:
+            client.acl_deluser("bob")
+
+
+def test_what_refuses_to_start_has_opened_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+
+    async def open_store(url: str) -> Store:
+        opened.append(url)
+        return MemoryStore()
+
+    monkeypatch.setattr(service, "open_store", open_store)
+    with pytest.raises(RendezvousError, match="token file"):
+        serve(token_file=str(tmp_path / "none"))
+    assert not opened, "nobody would close it"
 
 
 def test_tokens(tmp_path: Path) -> None:
