@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
@@ -74,7 +74,7 @@ class ReshardTrainerInitInfo:
     run_id: str
     group: str = "vllm"
     transport: str = "auto"
-    token: str = ""
+    token: str = field(default="", repr=False)  # what is printed ends in logs
     tls: dict[str, str] | None = None
     wire_dtype: str | None = None
     wire_dtype_exceptions: Sequence[str] = ()

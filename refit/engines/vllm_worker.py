@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -71,7 +71,7 @@ class ReshardInitInfo:
     engines: int = 1
     engine: int | None = None
     transport: str = "auto"
-    token: str = ""
+    token: str = field(default="", repr=False)  # what is printed ends in logs
     tls: dict[str, str] | None = None
     verify: str = "full"
     require_verified: bool = False

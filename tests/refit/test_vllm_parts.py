@@ -15,6 +15,7 @@ import pytest
 from reshard.refit.demo.supervisor import Supervisor
 from reshard.refit.engines.vllm_clients import SeveralEngines, ask_engine
 from reshard.refit.engines.vllm_replies import Reply, call_worker, values_of
+from reshard.refit.engines.vllm_trainer import ReshardTrainerInitInfo
 from reshard.refit.engines.vllm_worker import ReshardInitInfo, group_of
 from reshard.refit.errors import RefitError
 
@@ -28,6 +29,15 @@ def parallel(**changes: int) -> Any:
 
 def info(**more: Any) -> ReshardInitInfo:
     return ReshardInitInfo(rendezvous="r:1", model="m", **more)
+
+
+def test_a_token_is_not_shown() -> None:
+    """vLLM prints what it is given."""
+    trainer = ReshardTrainerInitInfo(rank=0, world_size=1, rendezvous="r:1", model="m", run_id="r", token="hunter2")
+    for told in (info(token="hunter2"), trainer):
+        assert told.token == "hunter2"
+        assert "hunter2" not in repr(told)
+    assert trainer.of_engine()["token"] == "hunter2"
 
 
 # what vLLM says of a worker (over `parallel`'s), what `init_info` says, group, number of members, this one
