@@ -24,8 +24,9 @@ from reshard.transports.errors import TransportError
 ROWS, COLUMNS = 8, 16
 NAMES = ("a", "b")
 MODEL, GROUP = "faults", "group"
-LEASE_TTL_S = 3.0
-WORKER_TTL_S = 3.0
+LEASE_TTL_S = 5.0
+WORKER_TTL_S = 5.0
+"""Renewed at each third: a process may do nothing for twice that before it counts as dead."""
 
 
 def full(name: str, step: int) -> np.ndarray:
@@ -89,7 +90,7 @@ def run_receiver(
         if stage == at["stage"]:
             at["stage"] = ""
             channel.send({"paused": stage, "status": status({})})
-            order = channel.receive(timeout_s=30.0)
+            order = channel.receive(timeout_s=120.0)
             if order.get("do") == "dawdle":
                 time.sleep(float(str(order["seconds"])))
             elif order.get("do") == "exhaust":

@@ -30,13 +30,13 @@ if not probe("nixl"):
     EVERY_RUN.append(Combination("read", "network stall", transport="nixl"))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_some_combinations(tmp_path: Path) -> None:
     assert problems(run(EVERY_RUN, tmp_path, jobs=2)) == {}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.skipif(bool(probe("nixl")), reason=f"nixl does not work here: {probe('nixl')}")
 def test_every_fault_in_a_read_over_nixl(tmp_path: Path) -> None:
     chosen = [c for c in combinations("shadow", "nixl") if c.step == "read"]
@@ -44,7 +44,7 @@ def test_every_fault_in_a_read_over_nixl(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("install", ["shadow", "stream"])
 def test_every_combination(install: str, tmp_path: Path) -> None:
     assert problems(run(list(combinations(install)), tmp_path, jobs=2)) == {}

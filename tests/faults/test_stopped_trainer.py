@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("grpc", reason="the rendezvous service needs grpcio")
 
 from tests.faults.matrix import ENVIRONMENT
-from tests.faults.ranks import COLUMNS, MODEL, NAMES, ROWS, full
-from tests.faults.trial import free_port
+from tests.faults.ports import free_port
+from tests.faults.ranks import COLUMNS, MODEL, NAMES, ROWS, WORKER_TTL_S, full
 
 from reshard.refit import ArrayEngine, Receiver
 from reshard.refit.demo.supervisor import Supervisor
@@ -34,7 +34,7 @@ pytestmark = [
 SLOTS = ["trainer-0", "trainer-1"]
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("install", ["shadow", "stream"])
 def test_a_stopped_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: str) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")  # over shared memory a stopped process can be read
@@ -43,13 +43,13 @@ def test_a_stopped_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inst
     engine = ArrayEngine({n: np.zeros((ROWS, COLUMNS), np.float32) for n in NAMES})
     with Supervisor((), tmp_path, environment=ENVIRONMENT) as supervisor:
         server = supervisor.start("server", "tests.faults.ranks:run_server", {"port": port})
-        supervisor.wait([server], timeout_s=30)
+        supervisor.wait([server], timeout_s=60)
         shared = {"slots": SLOTS, "address": address, "transport": "nixl"}
         trainers = [
             supervisor.start(slot, "tests.faults.ranks:run_trainer", {"slot": slot, **shared})  # type: ignore[dict-item]
             for slot in SLOTS
         ]
-        supervisor.wait(trainers, timeout_s=30)
+        supervisor.wait(trainers, timeout_s=60)
 
         def publish(step: int) -> None:
             supervisor.ask(trainers, {"do": "publish", "step": step, "epoch": 0}, timeout_s=30)
@@ -71,7 +71,7 @@ def test_a_stopped_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inst
             member="one",
             install="stream" if install == "stream" else "shadow",
             on_stage=stop,
-            stall_s=3.0,
+            stall_s=WORKER_TTL_S + 1.0,  # so that the trainer knows, when it goes on, that it must register again
             retry=RetryPolicy(1),
         )
         try:
@@ -81,7 +81,7 @@ def test_a_stopped_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inst
             publish(2)
             armed.append("now")
             with pytest.raises(Exception, match="trainer-1") as caught:
-                receiver.refit(2, timeout_s=20)
+                receiver.refit(2, timeout_s=40)
             error: BaseException | None = caught.value
             if install == "stream":
                 assert isinstance(error, QuarantinedError)

@@ -9,11 +9,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-import random
+import select
 import signal
-import socket
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +20,7 @@ from pathlib import Path
 from tests.faults import checks
 from tests.faults.checks import Event, Status
 from tests.faults.combinations import MEMBERS, SLOTS, STRUCK_TRAINER, VICTIM, Combination
+from tests.faults.ports import free_port
 from tests.faults.proxy import Proxy
 from tests.faults.ranks import LEASE_TTL_S, WORKER_TTL_S
 
@@ -29,16 +28,19 @@ from reshard.refit.demo.channel import ChannelClosed, Message
 from reshard.refit.demo.supervisor import Child, Supervisor
 from reshard.rendezvous import Rendezvous
 
-REFIT_S = 7.0
+REFIT_S = 9.0
+"""A refit in which something fails; four fifths of it are more than `WORKER_TTL_S`."""
+GOOD_REFIT_S = 30.0
+"""A refit that must succeed."""
 STALL_S = 1.0
 SILENT_REFIT_S = 3.0
-GOODBYE_S = 12.0
+GOODBYE_S = 30.0
 """What a refit may take beyond its time to say goodbye: to peers, to the service, for memory in doubt."""
+GIVE_BACK_S = 1.5
+"""How long after a refit its lease may be there yet: less than it takes to run out by itself."""
 ANSWER_S = 60.0
 """How long a process may take to start, or to answer a question."""
 _GONE, _HUNG = "gone", "hung"
-_PORTS = range(15_000, 32_000)
-"""Below the ports that the kernel gives to connections, which could take that of a service between its two lives."""
 
 
 @dataclass(slots=True)
@@ -180,6 +182,16 @@ class Trial:
             return False
         return state not in ("Z", "X")
 
+    def _wait_for_end(self, name: str) -> None:
+        """Wait until a process that has closed its channel has ended, a moment later."""
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(self._children[name].pid)
+            try:
+                if not select.select([descriptor], [], [], ANSWER_S)[0]:
+                    raise TimeoutError(f"{name} has closed its channel and did not end within {ANSWER_S:g} s")
+            finally:
+                os.close(descriptor)
+
     def _end(self, name: str, signum: signal.Signals) -> None:
         """Kill a process, or ask it to end; it serves nothing from then on."""
         if name in self._histories:
@@ -236,15 +248,17 @@ class Trial:
     def _refit_all(self, step: int) -> None:
         """A refit of the whole group, which must succeed."""
         for name in MEMBERS:
-            self._children[name].channel.send({"do": "refit", "step": step, "timeout_s": 3 * REFIT_S})
+            self._children[name].channel.send({"do": "refit", "step": step, "timeout_s": GOOD_REFIT_S})
         for name in MEMBERS:
-            answer = self._answer(name, 3 * REFIT_S + ANSWER_S)
+            answer = self._answer(name, GOOD_REFIT_S + ANSWER_S)
             if answer["error"]:
                 self._note([f"refit to {step} on {name}: {answer['error']}: {answer['text']}"])
 
     def _refit_with_fault(self) -> bool:
         """A refit in which the fault strikes; False if it could not be brought so far."""
         has_s = SILENT_REFIT_S if self._combination.fault == "server silent" else REFIT_S
+        if self._combination.must_succeed:
+            has_s = GOOD_REFIT_S
         command: Message = {"do": "refit", "step": 1, "timeout_s": has_s, "cold": True}
         for name in MEMBERS:
             extra: Message = {"pause_at": self._combination.step} if name == VICTIM else {}
@@ -261,6 +275,7 @@ class Trial:
             try:
                 answer = self._answer(name, max(since + has_s + GOODBYE_S - time.monotonic(), 0.1))
             except (ChannelClosed, ConnectionError):
+                self._wait_for_end(name)
                 self._outcome.results[name] = _GONE
                 answered.append(name)
             except TimeoutError:
@@ -273,7 +288,7 @@ class Trial:
                 answered.append(name)
         if self._combination.can_release:
             killed = [VICTIM] if self._combination.fault == "receiver killed" else []
-            left = sorted({holder for holder in self._leases() if holder in answered and holder not in killed})
+            left = self._holding(name for name in answered if name not in killed)
             self._note(f"{name} has ended its refit and holds a lease" for name in left)
         self._network.resume()
         return _HUNG not in self._outcome.results.values()
@@ -317,6 +332,13 @@ class Trial:
 
     # -- afterwards
 
+    def _holding(self, names: Iterable[str]) -> list[str]:
+        """Those of ``names`` that hold a lease now and do not give it back at once."""
+        asked, end_s = frozenset(names), time.monotonic() + GIVE_BACK_S
+        while (left := sorted(asked & set(self._leases()))) and time.monotonic() < end_s:
+            time.sleep(0.1)
+        return left
+
     def _leases(self) -> list[str]:
         """Holders of the leases that the service knows of."""
         service = Rendezvous.connect(self._address)
@@ -327,7 +349,7 @@ class Trial:
 
     def _wait_for_leases(self) -> None:
         """None is left, once those of killed receivers, and of who could not reach the service, have run out."""
-        deadline = time.monotonic() + 2 * LEASE_TTL_S
+        deadline = time.monotonic() + LEASE_TTL_S + ANSWER_S
         while (left := self._leases()) and time.monotonic() < deadline:
             time.sleep(0.1)
         if left:
@@ -339,20 +361,7 @@ class Trial:
             time.sleep(WORKER_TTL_S + 0.2)  # publishers and receivers find out that the new service does not know them
         self._start_all([name for name in ("server", *SLOTS, *MEMBERS) if not self._alive(name)])
         for name in MEMBERS:
-            self._ask(name, {"do": "settle", "timeout_s": 2 * REFIT_S}, 2 * REFIT_S + ANSWER_S)
-
-
-_given = itertools.count(random.randrange(len(_PORTS)))
-
-
-def free_port() -> int:
-    """A port of this machine that nothing listens to, and that no connection will be given."""
-    for number in itertools.islice(_given, len(_PORTS)):
-        port = _PORTS[number % len(_PORTS)]
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise OSError(f"no free port in {_PORTS}")
+            self._ask(name, {"do": "settle", "timeout_s": GOOD_REFIT_S}, GOOD_REFIT_S + ANSWER_S)
 
 
 def _number(value: object) -> float:

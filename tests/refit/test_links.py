@@ -183,7 +183,10 @@ def test_a_holder_given_up_is_left_with_nothing_behind() -> None:
         cluster.publish(0, weights(0))
         cluster.refit_ok(0)
         cluster.trainer_transports[1].close()
-        assert all(isinstance(e, HolderLostError | RefitAborted) for e in cluster.refit(0, timeout_s=8.0))
+        both = threading.Barrier(2, timeout=TIMEOUT_S)  # one that came after the abort would only be told of it
+        for receiver in cluster.receivers:
+            receiver._on_stage = lambda stage: both.wait() if stage == "connect" else None
+        assert all(isinstance(e, HolderLostError | RefitAborted) for e in cluster.refit(0))
         for receiver in cluster.receivers:
             assert "trainer-1" not in receiver.reader.links.names()
         assert not cluster.leftovers()

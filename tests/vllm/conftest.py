@@ -6,12 +6,12 @@ import importlib.util
 import itertools
 import json
 import os
-import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.faults.ports import free_port
 from tests.vllm.children import Child, Hosts
 
 TRANSPORT = os.environ.get("RESHARD_TEST_VLLM_TRANSPORT", "memory")
@@ -49,10 +49,8 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 @pytest.fixture(scope="session")
 def port() -> int:
-    """A free port, by which the ranks of an engine that runs in several of our children find each other."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A port by which the ranks of an engine that runs in several of our children find each other, time and again."""
+    return free_port()
 
 
 class Site:

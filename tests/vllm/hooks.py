@@ -6,7 +6,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-STEP_S = 0.01
+STEP_S = 0.03
 
 
 def slow_down(model: Any) -> None:

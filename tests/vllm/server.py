@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.faults.ports import free_port
 from tests.vllm.children import ROOT
 
 
@@ -26,9 +26,7 @@ class HTTPFailure(RuntimeError):
 
 class Server:
     def __init__(self, checkpoint: Path, folder: Path, env: Mapping[str, str], options: Sequence[str]) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = folder / f"server-{port}.log"
         command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", str(checkpoint)]

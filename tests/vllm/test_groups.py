@@ -71,7 +71,7 @@ def test_two_engines_take_a_version_together_or_not_at_all(engines: tuple[Site, 
     alone = ChildClient(first)
     alone.start_weight_update()
     with pytest.raises(ChildError, match=r"without the votes of \['vllm/engine1/dp0/rank0'\]; the old weights"):
-        alone.update_weights({"step": 1, "timeout_s": 6.0})
+        alone.update_weights({"step": 1, "timeout_s": 10.0})
     assert say(first) == say(second) == old
 
     update(several, 1)
