@@ -19,7 +19,15 @@ from reshard.rendezvous.errors import AuthenticationError, InvalidRequestError, 
 if TYPE_CHECKING:
     from reshard.rendezvous.service import ServeOptions
 
-__all__ = ["TokenFile", "check_exposure", "is_loopback", "read_pem", "split_address", "without_secrets"]
+__all__ = [
+    "TokenFile",
+    "check_exposure",
+    "check_tls_files",
+    "is_loopback",
+    "read_pem",
+    "split_address",
+    "without_secrets",
+]
 
 _LOOK_EVERY_S = 1.0
 _MAX_FILE_BYTES = 1 << 20
@@ -98,6 +106,40 @@ def read_pem(path: str) -> bytes:
     if b"-----BEGIN" not in data:
         raise RendezvousError(f"{path} holds no PEM block")
     return data
+
+
+def check_tls_files(*, ca: str | None, cert: str | None, key: str | None) -> None:
+    """Refuse files that gRPC would take and then answer every handshake with "connection refused" for.
+
+    Parameters
+    ----------
+    ca
+        PEM file of roots.
+    cert, key
+        PEM files of a certificate chain and its key; both or neither.
+
+    Raises
+    ------
+    RendezvousError
+        A file that cannot be read, roots that are none, or a key that is not the certificate's.
+    """
+    import ssl
+
+    for path in (ca, cert, key):
+        if path:
+            read_pem(path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_ciphers("DEFAULT:@SECLEVEL=0")  # how strong a key must be is for gRPC's library to say
+    if ca:
+        try:
+            context.load_verify_locations(ca)
+        except ssl.SSLError as error:
+            raise RendezvousError(f"{ca} holds no certificate of an authority: {error}") from error
+    if cert and key:
+        try:
+            context.load_cert_chain(cert, key, password="")
+        except ssl.SSLError as error:
+            raise RendezvousError(f"{cert} and {key} are not a certificate and its key: {error}") from error
 
 
 class TokenFile:

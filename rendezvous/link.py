@@ -23,7 +23,7 @@ from reshard.rendezvous.errors import (
     RendezvousTimeoutError,
     RendezvousUnavailableError,
 )
-from reshard.rendezvous.exposure import is_loopback, read_pem, split_address
+from reshard.rendezvous.exposure import check_tls_files, is_loopback, read_pem, split_address
 from reshard.rendezvous.faults import error_from_status
 from reshard.rendezvous.optional import grpc, protobuf
 from reshard.rendezvous.tablecache import TableCache
@@ -222,6 +222,7 @@ def _open_channel(address: str, tls: TLSFiles | None) -> grpc.aio.Channel:
         return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
     if bool(tls.cert) != bool(tls.key):
         raise InvalidRequestError("tls.key", "cert and key go together")
+    check_tls_files(ca=tls.ca, cert=tls.cert, key=tls.key)
     credentials = grpc.ssl_channel_credentials(
         read_pem(tls.ca) if tls.ca else None,
         read_pem(tls.key) if tls.key else None,

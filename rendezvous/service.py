@@ -24,7 +24,7 @@ from reshard.rendezvous import limits
 from reshard.rendezvous.broker import Broker
 from reshard.rendezvous.catalog import BlobCatalog
 from reshard.rendezvous.errors import RendezvousError, RendezvousUnavailableError
-from reshard.rendezvous.exposure import TokenFile, check_exposure, read_pem, without_secrets
+from reshard.rendezvous.exposure import TokenFile, check_exposure, check_tls_files, read_pem, without_secrets
 from reshard.rendezvous.optional import grpc
 from reshard.rendezvous.retries import RetryHint
 from reshard.rendezvous.store import MemoryStore, Store
@@ -206,6 +206,7 @@ class _Running:
         host, _, _ = options.listen.rpartition(":")
         try:
             if options.tls_cert and options.tls_key:
+                check_tls_files(ca=options.client_ca, cert=options.tls_cert, key=options.tls_key)
                 roots = read_pem(options.client_ca) if options.client_ca else None
                 pair = (read_pem(options.tls_key), read_pem(options.tls_cert))
                 credentials = grpc.ssl_server_credentials([pair], roots, require_client_auth=roots is not None)

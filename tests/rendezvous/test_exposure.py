@@ -163,6 +163,25 @@ def test_tls_and_mutual_tls(certificates: Path) -> None:
         Rendezvous.connect("127.0.0.1:1", tls=TLSFiles(cert=path("client.pem")))
 
 
+def test_a_key_of_another_certificate_and_roots_that_are_none_are_named_at_once(certificates: Path) -> None:
+    """gRPC takes them, and says of each later call that the service cannot be reached."""
+
+    def path(name: str) -> str:
+        return str(certificates / name)
+
+    server = {"tls_cert": path("server.pem"), "tls_key": path("server.key")}
+    with pytest.raises(RendezvousError, match=r"server\.pem and .*client\.key are not a certificate and its key"):
+        serve(**server | {"tls_key": path("client.key")})
+    with pytest.raises(RendezvousError, match=r"client\.key and .*client\.key are not a certificate and its key"):
+        serve(tls_cert=path("client.key"), tls_key=path("client.key"))
+    with pytest.raises(RendezvousError, match=r"client\.key holds no certificate of an authority"):
+        serve(**server, client_ca=path("client.key"))
+    with pytest.raises(RendezvousError, match=r"client\.pem and .*server\.key are not a certificate and its key"):
+        Rendezvous.connect("127.0.0.1:1", tls=TLSFiles(path("ca.pem"), path("client.pem"), path("server.key")))
+    with pytest.raises(RendezvousError, match=r"client\.key holds no certificate of an authority"):
+        Rendezvous.connect("127.0.0.1:1", tls=TLSFiles(ca=path("client.key")))
+
+
 def test_a_token_in_plain_text_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     for address, warned in (("127.0.0.1:1", 0), ("node-3.example:1", 1)):
         caplog.clear()
