@@ -192,7 +192,7 @@ def build_layout(
     Raises
     ------
     PublishError, TableError
-        A tensor twice at one box, or anything that a `ShardPart` refuses.
+        A tensor twice at one box, cuts of another number of dims, or anything that a `ShardPart` refuses.
     """
     seen: set[tuple[str, tuple[int, ...]]] = set()
     shards: list[Shard] = []
@@ -224,6 +224,8 @@ def _boxes(tensor: LocalTensor, cuts: Sequence[Sequence[int]] | None) -> list[tu
     """The global boxes that ``tensor`` is stored as."""
     if not cuts:
         return [(tensor.start, tensor.stop)]
+    if len(cuts) != len(tensor.shape):
+        raise PublishError(f"tensor {tensor.name!r}: got cuts of {len(cuts)} dims, expected {len(tensor.shape)}")
     per_dim: list[list[tuple[int, int]]] = []
     for first, stop, at in zip(tensor.start, tensor.stop, cuts, strict=True):
         edges = sorted({first, stop, *(int(c) for c in at if first < int(c) < stop)})

@@ -19,6 +19,7 @@ from reshard.refit.tensors import LocalTensor
 
 if TYPE_CHECKING:
     from reshard.rendezvous import Rendezvous
+    from reshard.rendezvous.types import CutHints
 
 __all__ = ["LayoutInForce"]
 
@@ -54,7 +55,9 @@ class LayoutInForce:
         self._rendezvous, self._model, self._holder, self._rule = rendezvous, model, holder, rule
         self._follow_hints = follow_hints
         self._name, self._claim = layout, claim
-        self._hints: tuple[int, Cuts] = (0, {})
+        self._hints: CutHints | None = None
+        self._merged: Cuts = {}
+        self._merged_for: dict[str, tuple[int, ...]] | None = None
         self._signature = b""
         self._layout: PackedLayout | None = None
 
@@ -76,7 +79,7 @@ class LayoutInForce:
             The hints cannot be had.
         """
         if cuts is None and self._follow_hints:
-            cuts = self._hints_of(layout_epoch, deadline)
+            cuts = self._hints_of(layout_epoch, tensors, deadline)
         signature = signature_of(tensors, self._rule, cuts)
         if self._layout is not None and signature == self._signature:
             return self._layout, False
@@ -96,13 +99,16 @@ class LayoutInForce:
         """Have the next layout made anew."""
         self._layout = None
 
-    def _hints_of(self, layout_epoch: int, deadline: Deadline) -> Cuts:
-        """The receivers' cut hints of a layout epoch, merged; none for epoch 0."""
+    def _hints_of(self, layout_epoch: int, tensors: Sequence[LocalTensor], deadline: Deadline) -> Cuts:
+        """The receivers' cut hints of a layout epoch for these tensors, merged; none for epoch 0."""
         if not layout_epoch:
             return {}
-        if self._hints[0] != layout_epoch:
-            found = self._rendezvous.get_cuts(
+        if self._hints is None or self._hints.layout_epoch != layout_epoch:
+            self._hints = self._rendezvous.get_cuts(
                 self._model, layout_epoch=layout_epoch, timeout_s=deadline.remaining("get cut hints")
             )
-            self._hints = (layout_epoch, merge_hints(found))
-        return self._hints[1]
+            self._merged_for = None
+        shapes = {tensor.name: tensor.shape for tensor in tensors}
+        if self._merged_for != shapes:
+            self._merged, self._merged_for = merge_hints(self._hints, shapes), shapes
+        return self._merged
