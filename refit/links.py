@@ -14,6 +14,7 @@ one is refused, and told to open a transport of its own.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,7 @@ _DIALS = 64
 
 
 _ALL: weakref.WeakSet[Links] = weakref.WeakSet()
+_ALL_LOCK = threading.Lock()
 
 
 @dataclass(slots=True)
@@ -61,7 +63,8 @@ class Links:
         self.retry = retry if retry is not None else RetryPolicy()
         self._listeners: list[Callable[[], None]] = []
         self._links: dict[str, _Link] = {}
-        _ALL.add(self)
+        with _ALL_LOCK:
+            _ALL.add(self)
 
     def __len__(self) -> int:
         return len(self._links)
@@ -144,7 +147,9 @@ class Links:
         return tuple(name for name, _, _ in missing)
 
     def _require_free(self, names: Sequence[str]) -> None:
-        others = [o for o in tuple(_ALL) if o is not self and o._transport is self._transport]
+        with _ALL_LOCK:  # another thread may make a receiver meanwhile
+            known = tuple(_ALL)
+        others = [o for o in known if o is not self and o._transport is self._transport]
         taken = sorted({n for o in others for n in o.names() if n in names})
         if taken:
             raise RefitError(

@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from tests.refit.clocks import StoppedClock
 from tests.refit.cluster import TIMEOUT_S, tp_cluster, tp_engine, weights
 
+from reshard.refit import links as links_module
 from reshard.refit.deadline import Deadline
 from reshard.refit.errors import HolderLostError, RefitAborted, RefitError
 from reshard.refit.links import Links
@@ -23,6 +25,7 @@ from reshard.refit.settings import RetrySettings
 from reshard.refit.settings import retry as retry_of_environment
 from reshard.rendezvous import Rendezvous
 from reshard.rendezvous.types import SlotRecord
+from reshard.transports import open_transport
 from reshard.transports.errors import PeerError, TransferTimeoutError
 
 
@@ -297,3 +300,25 @@ def test_an_interrupted_caller_leaves_no_peer_that_nobody_knows() -> None:
     assert links.ensure(records, Deadline(10.0, "test")) == ()
     links.close()
     assert not wire.connected
+
+
+def test_a_receiver_may_be_made_while_another_one_dials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread of a group makes its own, and all look at who is connected on their transport."""
+
+    class Interrupted(weakref.WeakSet[Links]):
+        """Has another thread come between two steps of whoever looks through it."""
+
+        def __iter__(self) -> Iterator[Links]:
+            for found in super().__iter__():
+                thread = threading.Thread(target=lambda: made.append(Links(transport)))
+                thread.start()
+                thread.join(0.05)
+                yield found
+
+    made: list[Links] = []
+    with open_transport("memory") as transport:
+        monkeypatch.setattr(links_module, "_ALL", Interrupted())
+        first, second = Links(transport), Links(transport)
+        first._require_free(["a holder"])
+        second.close()
+        first.close()
