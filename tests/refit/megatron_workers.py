@@ -39,6 +39,11 @@ MOE = megatron.MegatronModel(
 )
 
 
+def expert_input() -> torch.Tensor:
+    """What each expert is run on."""
+    return torch.linspace(-1, 1, 3 * MODEL.hidden).view(3, MODEL.hidden)
+
+
 def run_rank(
     channel: Channel, *, rank: int, world: int, tensors: int, stages: int, experts: int, store: str, file: str
 ) -> None:
@@ -125,7 +130,16 @@ def run_rank(
         mask = torch.triu(torch.ones(1, 1, tokens.shape[1], tokens.shape[1]), 1).bool()
         with torch.no_grad():
             logits = gpt(tokens, positions, mask)
-    torch.save(([(p.name, p.shape, p.start, p.stop, torch.as_tensor(p.data).clone()) for p in held], logits), file)
+    outputs: dict[str, torch.Tensor] = {}
+    if model.experts:
+        for number, layer in enumerate(gpt.decoder.layers):
+            for expert, module in zip(layer.mlp.local_expert_indices, layer.mlp.experts.local_experts, strict=True):
+                with torch.no_grad():  # ranks draw the same numbers: each expert is made to differ
+                    for parameter in module.parameters():
+                        parameter += 0.01 * (1 + expert + model.experts * number)
+                    outputs[f"model.layers.{first + number}.mlp.experts.{expert}"] = module(expert_input())[0]
+    boxes = [(p.name, p.shape, p.start, p.stop, torch.as_tensor(p.data).clone()) for p in held]
+    torch.save((boxes, logits, outputs), file)
     channel.send({"answer": {"n_boxes": len(held)}})
     dist.barrier()
     dist.destroy_process_group()

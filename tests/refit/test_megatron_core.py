@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,8 +22,9 @@ ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "P
 
 def run(
     folder: Path, *, tensors: int, stages: int, experts: int = 1
-) -> tuple[dict[str, object], dict[str, set[int]], object]:
-    """Return the full tensors that the ranks publish, how often their elements are published, and rank 0's logits."""
+) -> tuple[dict[str, Any], dict[str, set[int]], object, dict[str, Any]]:
+    """Return the full tensors that the ranks publish, how often their elements are published, rank 0's logits, and what
+    each expert makes of `expert_input`."""
     import torch
 
     world = max(tensors * stages, experts)
@@ -46,15 +48,16 @@ def run(
         supervisor.wait(ranks, timeout_s=50)
     full: dict[str, torch.Tensor] = {}
     counts: dict[str, torch.Tensor] = {}
-    logits = None
+    logits, outputs = None, {}
     for rank in range(world):
-        boxes, of_rank = torch.load(folder / f"rank-{rank}.pt")
+        boxes, of_rank, of_experts = torch.load(folder / f"rank-{rank}.pt")
+        outputs |= of_experts
         logits = of_rank if rank == 0 else logits
         for name, shape, start, stop, data in boxes:
             where = tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
             full.setdefault(name, torch.full(shape, float("nan")))[where] = data
             counts.setdefault(name, torch.zeros(shape, dtype=torch.int64))[where] += 1
-    return dict(full), {name: set(count.unique().tolist()) for name, count in counts.items()}, logits
+    return dict(full), {name: set(count.unique().tolist()) for name, count in counts.items()}, logits, outputs
 
 
 @pytest.mark.parametrize(
@@ -66,7 +69,7 @@ def test_published_tensors_make_the_model_that_megatron_runs(tmp_path: Path, ten
     from tests.refit.megatron_workers import MODEL, TOKENS, VOCABULARY
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    full, counts, logits = run(tmp_path, tensors=tensors, stages=1)
+    full, counts, logits, _ = run(tmp_path, tensors=tensors, stages=1)
     assert {name for name, n in counts.items() if n != {1}} == (
         {name for name in counts if "norm" in name} if tensors > 1 else set()
     )
@@ -82,7 +85,7 @@ def test_published_tensors_make_the_model_that_megatron_runs(tmp_path: Path, ten
         attn_implementation="eager",
     )
     llama = LlamaForCausalLM(config).train(False)
-    llama.load_state_dict(full, strict=True)  # type: ignore[arg-type]
+    llama.load_state_dict(full, strict=True)
     with torch.no_grad():
         got = llama(torch.tensor(TOKENS)).logits
     assert isinstance(logits, torch.Tensor)
@@ -92,13 +95,19 @@ def test_published_tensors_make_the_model_that_megatron_runs(tmp_path: Path, ten
 @pytest.mark.slow
 @pytest.mark.parametrize(("tensors", "stages", "experts"), [(2, 2, 1), (1, 4, 1), (1, 1, 2)])
 def test_stages_and_experts_have_global_numbers(tmp_path: Path, tensors: int, stages: int, experts: int) -> None:
-    from tests.refit.megatron_workers import LAYERS, MOE
+    import torch
+    from tests.refit.megatron_workers import LAYERS, MOE, expert_input
 
-    full, counts, _ = run(tmp_path, tensors=tensors, stages=stages, experts=experts)
+    full, counts, _, outputs = run(tmp_path, tensors=tensors, stages=stages, experts=experts)
     assert {int(name.split(".")[2]) for name in full if ".layers." in name} == set(range(LAYERS))
     if experts > 1:
         numbers = {int(name.split(".experts.")[1].split(".")[0]) for name in full if ".experts." in name}
         assert numbers == set(range(MOE.experts))
         assert counts == {name: {1 if ".experts." in name else 2} for name in full}
+        assert len(outputs) == LAYERS * MOE.experts
+        for name, made in outputs.items():  # by Megatron's own number of the expert
+            gate, up, down = (full[f"{name}.{matrix}_proj.weight"] for matrix in ("gate", "up", "down"))
+            inner = torch.nn.functional.silu(expert_input() @ gate.T) * (expert_input() @ up.T)
+            torch.testing.assert_close(inner @ down.T, made, msg=lambda said, name=name: f"{name}: {said}")
     else:
         assert counts == {name: {tensors if "norm" in name else 1} for name in full}
