@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("grpc", reason="the rendezvous service needs grpcio")
 
 from tests.faults.matrix import ENVIRONMENT
-from tests.faults.ports import free_port
 from tests.faults.ranks import COLUMNS, MODEL, NAMES, ROWS, WORKER_TTL_S, full
+from tests.ports import lasting_port
 
 from reshard.refit import ArrayEngine, Receiver
 from reshard.refit.demo.supervisor import Supervisor
@@ -38,7 +38,7 @@ SLOTS = ["trainer-0", "trainer-1"]
 @pytest.mark.parametrize("install", ["shadow", "stream"])
 def test_a_stopped_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: str) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")  # over shared memory a stopped process can be read
-    port = free_port()
+    port = lasting_port()
     address = f"127.0.0.1:{port}"
     engine = ArrayEngine({n: np.zeros((ROWS, COLUMNS), np.float32) for n in NAMES})
     with Supervisor((), tmp_path, environment=ENVIRONMENT) as supervisor:

@@ -20,9 +20,9 @@ from pathlib import Path
 from tests.faults import checks
 from tests.faults.checks import Event, Status
 from tests.faults.combinations import MEMBERS, SLOTS, STRUCK_TRAINER, VICTIM, Combination
-from tests.faults.ports import free_port
 from tests.faults.proxy import Proxy
 from tests.faults.ranks import LEASE_TTL_S, WORKER_TTL_S
+from tests.ports import lasting_port
 
 from reshard.refit.demo.channel import ChannelClosed, Message
 from reshard.refit.demo.supervisor import Child, Supervisor
@@ -81,7 +81,7 @@ class Trial:
         self._supervisor = supervisor
         self._number = number
         self._combination = combination
-        self._port = free_port()
+        self._port = lasting_port()
         self._network = Proxy(self._port)
         # The service itself, for who looks at it; the processes of the trial go through the proxy.
         self._address = f"127.0.0.1:{self._port}"

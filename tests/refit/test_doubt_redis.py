@@ -11,8 +11,9 @@ import pytest
 
 pytest.importorskip("grpc", reason="the rendezvous service needs grpcio")
 
+from tests.ports import lasting_port
 from tests.refit.cluster import holds, tp_cluster, weights
-from tests.rendezvous.conftest import RedisServer, find_redis, free_port
+from tests.rendezvous.conftest import RedisServer, find_redis
 
 from reshard.refit.errors import QuarantinedError
 from reshard.rendezvous import Rendezvous
@@ -30,7 +31,7 @@ class Restartable:
     """A service on one port that can be ended without a word and started again on its store."""
 
     def __init__(self, store: str) -> None:
-        self.address = f"127.0.0.1:{free_port()}"
+        self.address = f"127.0.0.1:{lasting_port()}"
         self.store = store
         self.server: Server = serve(listen=self.address, store=store)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults.ports import free_port
+from tests.ports import lasting_port
 from tests.vllm.children import Child, Hosts
 
 TRANSPORT = os.environ.get("RESHARD_TEST_VLLM_TRANSPORT", "memory")
@@ -50,7 +50,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 @pytest.fixture(scope="session")
 def port() -> int:
     """A port by which the ranks of an engine that runs in several of our children find each other, time and again."""
-    return free_port()
+    return lasting_port()
 
 
 class Site:

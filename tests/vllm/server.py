@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.faults.ports import free_port
+from tests.ports import lasting_port
 from tests.vllm.children import ROOT
 
 
@@ -26,7 +26,7 @@ class HTTPFailure(RuntimeError):
 
 class Server:
     def __init__(self, checkpoint: Path, folder: Path, env: Mapping[str, str], options: Sequence[str]) -> None:
-        port = free_port()
+        port = lasting_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = folder / f"server-{port}.log"
         command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", str(checkpoint)]
