@@ -19,11 +19,17 @@ import numpy.typing as npt
 from reshard.planner import ShardPart
 from reshard.planner.dtypes import dtype_of_code
 from reshard.refit.digests import CELL_BYTES, cell_tag
+from reshard.refit.errors import RefitError
 
-__all__ = ["CellGrid", "CellPattern", "cell_pattern"]
+__all__ = ["MOST_CELLS", "MOST_CELLS_OF_A_BOX", "CellGrid", "CellPattern", "cell_pattern"]
 
 Int64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
+
+
+MOST_CELLS = 1 << 24
+"""Of one part, whose table is a peer's word: 16 TiB in whole cells."""
+MOST_CELLS_OF_A_BOX = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,11 @@ class CellPattern:
 def cell_pattern(extents: tuple[int, ...], dtype: str, bits: int) -> CellPattern:
     """The cells of a box with ``extents`` elements of ``bits`` bits; none if it is empty.
 
+    Raises
+    ------
+    RefitError
+        More than `MOST_CELLS_OF_A_BOX`.
+
     Examples
     --------
     >>> cell_pattern((3, 1 << 20), "uint8", 8).nbytes.tolist()
@@ -75,10 +86,14 @@ def cell_pattern(extents: tuple[int, ...], dtype: str, bits: int) -> CellPattern
     chunk = max(1, CELL_BYTES * 8 // inner_bits)
     if inner_bits % 8:  # packed elements along the last dim: cut at whole bytes
         chunk = max(8 // bits, chunk - chunk % (8 // bits))
+    outer = math.prod(extents[:dim])
+    n = outer * -(-size // chunk)
+    if n > MOST_CELLS_OF_A_BOX:
+        raise RefitError(
+            f"a box of {extents} elements of {dtype} has {n} cells, expected at most {MOST_CELLS_OF_A_BOX}"
+        )
     firsts = np.arange(0, size, chunk, dtype=np.int64)
     lengths = np.minimum(chunk, size - firsts)
-    outer = math.prod(extents[:dim])
-    n = outer * len(firsts)
     start, shape = np.zeros((n, ndim), np.int64), np.ones((n, ndim), np.int64)
     if ndim:
         for d, column in enumerate(
@@ -89,7 +104,10 @@ def cell_pattern(extents: tuple[int, ...], dtype: str, bits: int) -> CellPattern
         shape[:, dim] = np.tile(lengths, outer)
         shape[:, dim + 1 :] = extents[dim + 1 :]
     nbytes = np.tile(lengths * inner_bits // 8, outer)
-    tags = np.array([cell_tag(dtype, tuple(row)) for row in shape.tolist()], np.uint64).reshape(n, 2)
+    # Two shapes at most: that of all cells along the cut dim but the last, and the last one's.
+    tags = np.empty((n, 2), np.uint64)
+    tags[:] = cell_tag(dtype, tuple(shape[0].tolist()))
+    tags[len(firsts) - 1 :: len(firsts)] = cell_tag(dtype, tuple(shape[-1].tolist()))
     return CellPattern(start, shape, np.cumsum(nbytes) - nbytes, nbytes, tags)
 
 
@@ -117,12 +135,20 @@ class CellGrid:
 
     @classmethod
     def of(cls, part: ShardPart) -> CellGrid:
-        """The grid of a part. Loops over classes of (box, dtype), not over rows."""
+        """The grid of a part. Loops over classes of (box, dtype), not over rows.
+
+        Raises
+        ------
+        RefitError
+            More than `MOST_CELLS`, or a box with more than `MOST_CELLS_OF_A_BOX`.
+        """
         patterns, class_of = _row_classes(part)
         sizes = np.array([len(p) for p in patterns], np.int64)
         counts = sizes[class_of] if len(part) else np.zeros(0, np.int64)
         first = np.zeros(len(part) + 1, np.int64)
         np.cumsum(counts, out=first[1:])
+        if first[-1] > MOST_CELLS:
+            raise RefitError(f"a table of {len(part)} boxes has {first[-1]} cells, expected at most {MOST_CELLS}")
         if not first[-1]:
             none = np.zeros(0, np.int64)
             return cls(first, none, none, none, np.zeros((0, 2), np.uint64))
