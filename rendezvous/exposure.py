@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import logging
 import os
 import re
 import threading
@@ -29,6 +30,7 @@ __all__ = [
     "without_secrets",
 ]
 
+_log = logging.getLogger(__name__)
 _LOOK_EVERY_S = 1.0
 _MAX_FILE_BYTES = 1 << 20
 
@@ -148,7 +150,8 @@ class TokenFile:
     Parameters
     ----------
     path
-        The file. It must hold a token when the service starts; if it vanishes later, the last tokens read stay valid.
+        The file. It must hold a token when the service starts; if it vanishes later, or holds none, the last tokens read
+        stay valid: to shut everybody out, put one in that nobody has.
     """
 
     def __init__(self, path: str) -> None:
@@ -190,5 +193,9 @@ class TokenFile:
             except OSError:
                 return
             tokens = tuple(line.strip() for line in lines if line.strip())
+            if tokens or self._tokens:
+                self._stamp = stamp
             if tokens:
-                self._tokens, self._stamp = tokens, stamp
+                self._tokens = tokens
+            elif self._tokens:  # perhaps it is being written
+                _log.warning("token file %s holds no token any more: those read last stay valid", self._path)

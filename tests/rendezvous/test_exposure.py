@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.rendezvous import service
+from reshard.rendezvous import exposure, service
 from reshard.rendezvous.client import Rendezvous
 from reshard.rendezvous.errors import (
     AuthenticationError,
@@ -16,7 +16,7 @@ from reshard.rendezvous.errors import (
     RendezvousError,
     RendezvousUnavailableError,
 )
-from reshard.rendezvous.exposure import is_loopback
+from reshard.rendezvous.exposure import TokenFile, is_loopback
 from reshard.rendezvous.service import serve
 from reshard.rendezvous.store import MemoryStore, Store
 from reshard.rendezvous.types import TLSFiles
@@ -128,6 +128,22 @@ def test_tokens(tmp_path: Path) -> None:
     file.write_text("\n")
     with pytest.raises(RendezvousError, match="holds no token"):
         serve(token_file=str(file))
+
+
+def test_tokens_outlive_their_file_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exposure, "_LOOK_EVERY_S", 0.0)
+    file = tmp_path / "tokens"
+    file.write_text("first\n")
+    tokens = TokenFile(str(file))
+    file.write_text("\n")
+    for _ in range(2):
+        tokens.check((("authorization", "Bearer first"),))
+    assert caplog.text.count("holds no token any more") == 1
+    file.write_text("nobody's\n")
+    with pytest.raises(AuthenticationError):
+        tokens.check((("authorization", "Bearer first"),))
 
 
 def test_tls_and_mutual_tls(certificates: Path) -> None:
