@@ -100,7 +100,7 @@ def test_the_commands_options_are_documented_and_there() -> None:
     pages = "\n".join(page.read_text() for page in PAGES)
     for command in COMMANDS:
         asked = [sys.executable, "-m", "reshard", command, "--help"]
-        run = subprocess.run(asked, capture_output=True, text=True, env=wide, timeout=60, check=True)
+        run = subprocess.run(asked, capture_output=True, text=True, env=wide, timeout=100, check=True)
         options = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", run.stdout)) - {"--help"}
         assert bool(options) is (command != "doctor")
         for option in options:

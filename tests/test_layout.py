@@ -73,7 +73,7 @@ for name in sys.argv[1:]:
 def run_python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-c", code, *args]
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=100, check=False)
 
 
 @pytest.mark.parametrize("package", [p for p in PACKAGES if p != "proto"])

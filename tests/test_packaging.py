@@ -15,7 +15,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("planner", "transports", "proto", "rendezvous", "refit")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+def fetching(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run what fetches packages, again where it fails: a registry may be out of reach for a moment."""
+    for _ in range(3):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        if done.returncode == 0:
+            break
+    return done
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +32,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("build", reason="needs the package `build` (extra dev)")
     out = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--outdir", str(out), str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = fetching(command)
     assert done.returncode == 0, done.stdout + done.stderr
     return out
 
@@ -66,8 +75,7 @@ def bare(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-m", "venv", str(home)], check=True, timeout=120)
     python = home / "bin" / "python"
     (wheel,) = dist.glob("*.whl")
-    pip = [str(python), "-m", "pip", "install", "--quiet", str(wheel)]
-    done = subprocess.run(pip, capture_output=True, text=True, timeout=240, check=False)
+    done = fetching([str(python), "-m", "pip", "install", "--quiet", str(wheel)])
     assert done.returncode == 0, done.stderr
     return python
 

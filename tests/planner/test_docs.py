@@ -48,17 +48,17 @@ def transfer(made: Plan, world: World, module: ModuleType) -> list[np.ndarray]:
     memory = world.memory()
     for holder in made.holders:
         listener = socket.create_server(("127.0.0.1", 0))
-        listener.settimeout(20)
+        listener.settimeout(60)
         listeners.append(listener)
         addresses[holder.name] = listener.getsockname()
         thread = threading.Thread(target=module.serve, args=(memory[holder.name], listener), daemon=True)
         thread.start()
         threads.append(thread)
     try:
-        return module.read(made, addresses, 20)
+        return module.read(made, addresses, 60)
     finally:
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
             assert not thread.is_alive()
         for listener in listeners:
             listener.close()
@@ -94,14 +94,14 @@ def test_the_shown_transport_reads_a_plan(budget: int, label: str) -> None:
 def test_the_shown_transport_serves_nothing_outside_a_region() -> None:
     _, module = shown_transport()
     listener = socket.create_server(("127.0.0.1", 0))
-    listener.settimeout(20)
+    listener.settimeout(60)
     thread = threading.Thread(target=module.serve, args=([np.zeros(8, np.uint8)], listener), daemon=True)
     thread.start()
     with (
-        socket.create_connection(listener.getsockname(), 20) as peer,
+        socket.create_connection(listener.getsockname(), 60) as peer,
         pytest.raises(ConnectionError, match="hung up with 4 bytes"),
     ):
         module.fetch(peer, 0, 6, np.zeros(4, np.uint8))
-    thread.join(20)
+    thread.join(60)
     listener.close()
     assert not thread.is_alive()
