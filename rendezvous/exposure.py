@@ -150,7 +150,7 @@ class TokenFile:
     Parameters
     ----------
     path
-        The file. It must hold a token when the service starts; if it vanishes later, or holds none, the last tokens read
+        The file. It must hold a token when the service starts; if it vanishes later or holds none, those read last
         stay valid: to shut everybody out, put one in that nobody has.
     """
 
