@@ -90,7 +90,7 @@ def test_auto_opens_it_and_says_so_once(
         for _ in range(2):
             with open_transport("auto") as transport:
                 assert transport.name == expected
-    (said,) = [record.getMessage() for record in caplog.records]
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "reshard.transports.registry"]
     assert said.startswith(f"open_transport('auto') takes {expected!r}: {order(machine)[1]}")
 
 
@@ -102,7 +102,7 @@ def test_sides_that_chose_differently_are_both_named(owners: str) -> None:
     with open_transport(owners) as owner, open_transport("ucx") as reader:
         owner.register([owner.allocate(4096).region])
         with pytest.raises(EndpointError, match=rf"got '{owners}', expected 'ucx'.*open both by one name") as caught:
-            reader.connect(owner.endpoint(), timeout_s=5.0, name="owner")
+            reader.connect(owner.endpoint(), timeout_s=60.0, name="owner")
         assert "instead of 'auto'" in str(caught.value)
 
 

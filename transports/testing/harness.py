@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -153,4 +154,4 @@ class ContractBase:
 def resident_bytes() -> int:
     """Return the resident memory of this process."""
     with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
