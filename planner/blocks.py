@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from reshard.planner.assemble import Segment
-from reshard.planner.classify import Int64
+from reshard.planner.classify import Bool, Int64
 
 if TYPE_CHECKING:
     from reshard.planner.plans import Plan
@@ -135,6 +135,33 @@ class Blocks:
             fetch = t.piece_fetch[piece]
             inside = t.fetches.staging[fetch] + t.layout.src_offset[piece] - t.fetches.src_offset[fetch]
             out[at] = self._plan.waves.unit_offset[self._unit[at]] + inside
+        return out
+
+    @cached_property
+    def span_offset_bytes(self) -> Int64:
+        """First byte, in the region, of the range that is read into staging; -1 for blocks read straight into place."""
+        t, out = self._plan.templates, np.full(len(self), -1, np.int64)
+        fetch = t.piece_fetch[self.piece]
+        at = np.flatnonzero(fetch >= 0)
+        inside = t.layout.src_offset[self.piece[at]] - t.fetches.src_offset[fetch[at]]
+        out[at] = self.src_offset_bytes[at] - inside
+        return out
+
+    @cached_property
+    def span_bytes(self) -> Int64:
+        """Length of that range, 0 for blocks that are read straight into their buffer."""
+        t, out = self._plan.templates, np.zeros(len(self), np.int64)
+        fetch = t.piece_fetch[self.piece]
+        at = np.flatnonzero(fetch >= 0)
+        out[at] = t.fetches.n_bytes[fetch[at]]
+        return out
+
+    @cached_property
+    def converts(self) -> Bool:
+        """bool[N]: whether the copy out of staging casts."""
+        t = self._plan.templates
+        request = t.pieces.request[self.piece]
+        out: Bool = t.src_code[request] != t.dst_code[request]
         return out
 
     @cached_property

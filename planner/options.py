@@ -67,6 +67,9 @@ class PlanOptions:
     strided_rows : bool
         The backend moves a regular series of runs at the cost of one descriptor: budget and cost model count series.
         False for backends that take rows of five columns but issue their runs one by one.
+    round_spans : bool
+        Spans are rounded outwards, by at most a sixteenth, to whole indices of the outermost dim that they step over: a
+        column slice brings whole rows, so that cells that digests cover are read whole, and can be verified.
     trust_equal_boxes : bool
         Equal boxes of several holders are replicas even where nobody claims it (for tables that cannot say).
     allow_casts : frozenset of (src label, dst label)
@@ -87,6 +90,7 @@ class PlanOptions:
     staging_bytes: int = 256 << 20
     cost: CostModel = field(default_factory=CostModel)
     strided_rows: bool = False
+    round_spans: bool = False
     trust_equal_boxes: bool = False
     allow_casts: frozenset[tuple[str, str]] = frozenset()
     aliases: Mapping[str, str] = field(default_factory=dict)

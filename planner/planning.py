@@ -280,7 +280,7 @@ def solve_templates(
         mode = np.where(direct, MODE_EXACT, mode[origin])
     # of the final pieces, whatever became of them
     check_coverage(sources, classes, wanted, pieces, boxes, pack)
-    fetches, piece_fetch = plan_fetches(pieces, layout, mode, boxes, limit)
+    fetches, piece_fetch = plan_fetches(pieces, layout, mode, boxes, limit, round_spans=options.round_spans)
     items = list_items(pieces, layout, mode, fetches, boxes)
     return Templates(classes, wanted, boxes, pieces, layout, mode, fetches, piece_fetch, items, src_code, dst_code)
 

@@ -266,6 +266,7 @@ class Plan:
             sorted(o.allow_casts),
             sorted(o.aliases.items()),
             sorted((name, scale.scale, scale.block) for name, scale in o.block_scales.items()),
+            *(["round spans"] if o.round_spans else []),
         )
         hasher.update(repr(settings).encode())
         return hasher.digest()

@@ -6,7 +6,7 @@
    always go through staging.
 3. A cast of few runs gathers them in staging: it is split into pieces of one run. A span over the limit is split
    along its outermost dims; a single run over the limit too.
-4. Spans of one shard that overlap are read once.
+4. Spans of one shard that overlap are read once; they are rounded outwards first where that is asked for.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ MODE_EXACT: Final = 0
 MODE_SPAN: Final = 1
 MODE_GATHER: Final = 2
 ALIGN: Final = 64
+_MOST_ROUNDING: Final = 16
+"""A span that is rounded grows by at most one part in so many."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,8 +238,15 @@ class Fetches:
         return len(self.box)
 
 
-def plan_fetches(pieces: Pieces, layout: Layout, mode: Int64, boxes: SourceBoxes, limit: int) -> tuple[Fetches, Int64]:
+def plan_fetches(
+    pieces: Pieces, layout: Layout, mode: Int64, boxes: SourceBoxes, limit: int, *, round_spans: bool = False
+) -> tuple[Fetches, Int64]:
     """Merge overlapping spans of one shard and pack them into staging groups of at most `limit` bytes.
+
+    Parameters
+    ----------
+    round_spans
+        See `PlanOptions.round_spans`.
 
     Returns
     -------
@@ -252,6 +261,8 @@ def plan_fetches(pieces: Pieces, layout: Layout, mode: Int64, boxes: SourceBoxes
         return Fetches(none, none, none, none, none, none, none), fetch
     box, begin = pieces.box[staged], layout.src_offset[staged]
     end = begin + layout.span[staged]
+    if round_spans:
+        begin, end = _rounded(begin, end, layout, staged, pieces, boxes, limit)
     order = np.lexsort([begin, box])
     box, begin, end, rows = box[order], begin[order], end[order], staged[order]
     new = np.ones(len(rows), np.bool_)
@@ -275,6 +286,22 @@ def plan_fetches(pieces: Pieces, layout: Layout, mode: Int64, boxes: SourceBoxes
     n_bytes = stop - fetch_begin
     group, staging, group_cls, group_bytes = _pack_groups(boxes.cls[fetch_box], n_bytes, limit)
     return Fetches(fetch_box, fetch_begin, n_bytes, group, staging, group_cls, group_bytes), fetch
+
+
+def _rounded(
+    begin: Int64, end: Int64, layout: Layout, staged: Int64, pieces: Pieces, boxes: SourceBoxes, limit: int
+) -> tuple[Int64, Int64]:
+    """Ranges rounded outwards to whole indices of their piece's outermost dim, where that is little."""
+    period = np.ones(len(staged), np.int64)
+    for count, stride in zip(reversed(layout.count), reversed(layout.src_stride), strict=True):
+        period = np.where(count[staged] > 1, stride[staged], period)
+    shard = layout.src_unit[staged].copy()
+    for first, last in zip(boxes.shard_start, boxes.shard_stop, strict=True):
+        shard *= (last - first)[pieces.box[staged]]
+    first, last = begin // period * period, np.minimum(-(-end // period) * period, shard)
+    length, added = end - begin, (last - first) - (end - begin)
+    little = (added * _MOST_ROUNDING <= length) & (length + added <= limit)
+    return np.where(little, first, begin), np.where(little, last, end)
 
 
 def _running_max(part: Int64, values: Int64) -> Int64:

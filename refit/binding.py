@@ -140,12 +140,14 @@ def bind_version(
         made.close()
         raise
     if checks is not None and len(portions) > len(relative.waves):
-        made.complete_with = _complete_with(checks, records, portions)
+        made.complete_with = _complete_with(checks, records, portions, made.batches)
     return made
 
 
-def _complete_with(checks: Checks, records: Sequence[SlotRecord], portions: Sequence[Sequence[Portion]]) -> Int64:
-    """The batch with which each check's cell is there."""
+def _complete_with(
+    checks: Checks, records: Sequence[SlotRecord], portions: Sequence[Sequence[Portion]], batches: Sequence[Batch]
+) -> Int64:
+    """The batch with which each check's cell is there, and copied out of staging where it goes through it."""
     out = np.full(len(checks.checks), len(portions) - 1, np.int64)
     holders = np.array([c.holder for c in checks.checks], np.int64)
     cells = np.array([c.cell for c in checks.checks], np.int64)
@@ -158,7 +160,9 @@ def _complete_with(checks: Checks, records: Sequence[SlotRecord], portions: Sequ
         grid, cell = checks.grids[number], cells[mine]
         start = bases[name][grid.region[cell]] + grid.offset_bytes[cell].astype(np.uint64)
         out[mine] = complete_with(rows, start, grid.nbytes[cell], len(portions) - 1)
-    return out
+    ends_wave = np.array([i for i, batch in enumerate(batches) if batch.ends_wave], np.int64)
+    after = np.array([c.after_wave for c in checks.checks], np.int64)
+    return np.where(after < 0, out, np.maximum(out, ends_wave[after]))
 
 
 def _check_regions(record: SlotRecord, expected: Int64) -> None:

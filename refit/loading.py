@@ -163,14 +163,14 @@ def read_plan(
                 sum(v.verified_bytes for v in verifiers),
                 received,
                 sum(v.n_cells for v in verifiers),
-                len(checks.partial) if checks is not None else 0,
+                sum(len(v.partial) for v in verifiers),
                 sum(v.seconds for v in verifiers),
             )
         )
-    if how.require_verified and verifier is not None and checks is not None:
+    if how.require_verified:
         verified = sum(v.verified_bytes for v in verifiers)
-        if verified < received or checks.partial:
-            verifier.require_all(received)
+        for one in verifiers:
+            one.require_all(verified, received)
 
 
 def _turn_to_replicas(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -132,7 +133,9 @@ class Receiver(AsyncCalls):
         self.engine = engine
         self.transport, self.rendezvous = transport, rendezvous
         self._host = host or socket.gethostname()
-        self.options = options if options is not None else PlanOptions(receiver_host=self._host)
+        self.options = replace(
+            options if options is not None else PlanOptions(receiver_host=self._host), round_spans=True
+        )
         self.install_mode = install_mode_of(engine, install)
         self.lease = lease
         self.require_verified = require_verified

@@ -52,7 +52,11 @@ class MemoryLedger:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Bytes checked against digests, of the bytes received; and the cells that were read in part and could not be."""
+    """Bytes checked against digests, of the bytes received.
+
+    ``n_cells_partial`` is the number of cells that were read in part: bytes of theirs are used, and nobody has verified
+    them.
+    """
 
     mode: str = "off"
     verified_bytes: int = 0
@@ -60,6 +64,11 @@ class Verified:
     n_cells: int = 0
     n_cells_partial: int = 0
     seconds: float = 0.0
+
+    @property
+    def unverified_bytes(self) -> int:
+        """Bytes received that carry no proof, those that were only read with others, and are not used, included."""
+        return self.received_bytes - self.verified_bytes
 
     def plus(self, other: Verified) -> Verified:
         """Both together."""
@@ -126,9 +135,15 @@ class RefitReport:
         return (
             f"{self.version} on {self.member} ({kind}, {self.mode}): {self.useful_bytes:,} bytes useful, "
             f"{self.wire_bytes:,} on the "
-            f"wire, {self.verified_bytes:,} verified; {self.gbps:.2f} GB/s, {self.total_s:.3f} s in all; "
-            f"{self.coverage_pct:.2f} % of the engine covered"
+            f"wire, {self.verified_bytes:,} verified{self._unverified()}; "
+            f"{self.gbps:.2f} GB/s, {self.total_s:.3f} s in all; {self.coverage_pct:.2f} % of the engine covered"
         )
+
+    def _unverified(self) -> str:
+        n, cells = self.verified.unverified_bytes, self.verified.n_cells_partial
+        if not n:
+            return ""
+        return f" and {n:,} NOT verified" + (f" ({cells:,} cells were read in part)" if cells else "")
 
     @property
     def total_s(self) -> float:
@@ -149,6 +164,11 @@ class RefitReport:
     def verified_bytes(self) -> int:
         """Bytes checked against their publishers' digests."""
         return self.verified.verified_bytes
+
+    @property
+    def unverified_bytes(self) -> int:
+        """Bytes received that carry no proof: 0 where every byte was checked."""
+        return self.verified.unverified_bytes
 
     @property
     def received_bytes(self) -> int:

@@ -280,7 +280,7 @@ class TorchDevice:
                 offsets = [0, *ends[:-1]]
                 scratch = torch.empty(ends[-1], dtype=torch.uint8, device=self._device)
                 for check, at in zip(cells, offsets, strict=True):
-                    self._gather(check, buffers, scratch[at : at + check.nbytes])
+                    self._gather(check, staging, buffers, scratch[at : at + check.nbytes])
                 found.append((gathered, self._digests(scratch, offsets, cells)))
 
         def result() -> U64:
@@ -310,7 +310,7 @@ class TorchDevice:
         sizes = np.array([c.nbytes for c in cells], np.int64)
         return digest_cells(memory, np.array(offsets, np.int64), sizes, tags).to("cpu", non_blocking=True)
 
-    def _gather(self, check: Check, buffers: Sequence[Memory], into: torch.Tensor) -> None:
+    def _gather(self, check: Check, staging: Memory, buffers: Sequence[Memory], into: torch.Tensor) -> None:
         """The pieces of a cell, in the cell's own order."""
         whole = _dense(check.shape, check.pieces[0].inner)
         for piece in check.pieces:
@@ -320,7 +320,8 @@ class TorchDevice:
             steps = [s.step or 1 for s in piece.at] or [1] * len(check.shape)
             strides = tuple(a * s for a, s in zip(steps, whole.strides, strict=True))
             target = Strided(at, piece.shape, strides, piece.inner)
-            copy_runs(self._own(buffers[piece.buffer]), source, into, target)
+            memory = self._own(staging if piece.buffer == STAGING else buffers[piece.buffer])
+            copy_runs(memory, source, into, target)
 
     def _own(self, memory: Memory) -> torch.Tensor:
         if isinstance(memory, np.ndarray):

@@ -110,7 +110,7 @@ class Verifier:
     @property
     def verified_bytes(self) -> int:
         """Bytes of the cells that have their digests; those of lost holders, which are read again, apart."""
-        return sum(c.nbytes for c in self._good if c.holder not in self._lost)
+        return sum(c.proves_bytes for c in self._good if c.holder not in self._lost)
 
     @property
     def n_cells(self) -> int:
@@ -278,16 +278,30 @@ class Verifier:
                 cells=shown,
             )
 
-    def require_all(self, received_bytes: int) -> None:
-        """Raise UnverifiedError if anything received was not verified."""
-        if self._mode == "full" and not self._checks.partial and self.verified_bytes >= received_bytes:
+    @property
+    def partial(self) -> list[tuple[int, int]]:
+        """(holder, cell) of what is used and cannot be verified, that of lost holders apart."""
+        return [(holder, cell) for holder, cell in self._checks.partial if holder not in self._lost]
+
+    def require_all(self, verified_bytes: int, received_bytes: int) -> None:
+        """Raise UnverifiedError if anything that was read and is used was not verified.
+
+        Parameters
+        ----------
+        verified_bytes, received_bytes
+            For the message.
+        """
+        holders = {c.holder for c in self._checks.checks} - self._lost
+        silent = sorted(self._checks.names[h] for h in holders if self._digests[h] is None)
+        partial = self.partial
+        if self._mode == "full" and not partial and not silent:
             return
-        shown = [self._checks.describe(h, c) for h, c in self._checks.partial[:_SHOWN]]
+        shown = [self._checks.describe(h, c) for h, c in partial[:_SHOWN]]
+        nothing = f"; no digests from {', '.join(silent[:_SHOWN])}" if silent else ""
         raise UnverifiedError(
-            f"{self.verified_bytes} of {received_bytes} bytes were verified (mode {self._mode}); "
-            f"{len(self._checks.partial)} cells were "
-            f"read in part{': ' if shown else ''}{'; '.join(shown)}; give the publisher this receiver's cut "
-            "hints, or drop require_verified"
+            f"{verified_bytes} of {received_bytes} bytes were verified (mode {self._mode}); "
+            f"{len(partial)} cells were read in part{': ' if shown else ''}{'; '.join(shown)}{nothing}; give the "
+            "publisher this receiver's cut hints, or drop require_verified"
         )
 
 
@@ -302,7 +316,7 @@ def _bytes_of(check: Check, staging: Memory, buffers: Sequence[Memory], tool: _T
     out = tool.scratch[: check.nbytes]
     cell = out.view(f"V{first.inner}").reshape(check.shape)
     for piece in check.pieces:
-        memory = host_bytes(buffers[piece.buffer])
+        memory = host_bytes(staging if piece.buffer == STAGING else buffers[piece.buffer])
         view = np.lib.stride_tricks.as_strided(
             memory[piece.offset : piece.offset + piece.inner].view(f"V{piece.inner}"), piece.shape, piece.strides
         )

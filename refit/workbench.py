@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from reshard.planner.cuts import cuts
 from reshard.refit.arena import Arena, aligned, extent_bytes, require_arenas
 from reshard.refit.bench_settings import BenchSettings
-from reshard.refit.checks import Checks, build_checks
+from reshard.refit.checks import Checks, build_checks, warn_of_partial
 from reshard.refit.clock import StageClock
 from reshard.refit.deadline import Deadline
 from reshard.refit.engine import Captured, Engine, StreamEngine
@@ -71,7 +71,8 @@ class Workbench:
         self._streamer: Streamer | None = None
         self._streams_with: Mode = settings.verify
         self._signature = b""
-        self._live = LiveWeights(engine, f"member {settings.member!r}")
+        self._whose = f"member {settings.member!r}"
+        self._live = LiveWeights(engine, self._whose)
 
     def tables(self, manifest: Manifest, deadline: Deadline) -> dict[bytes, ShardPart]:
         """The parts of a manifest's slots."""
@@ -158,6 +159,8 @@ class Workbench:
         self.drop_streamer()
         if self.settings.install_mode == "shadow":
             self.checks = build_checks(planned.plan) if self._wants_checks else None
+            if self.checks is not None:
+                warn_of_partial(self._whose, [(planned.plan, self.checks)])
             n_cells = self.checks.n_cells if self.checks is not None else {}
             self.reader.adopt(planned.plan, n_cells, planned.materialised_buffers)
         self.planned = planned
@@ -179,6 +182,7 @@ class Workbench:
                 verify=self.settings.verify,
                 reader=self.reader,
             )
+            warn_of_partial(self._whose, [(p.plan, p.checks) for p in self._streamer.parts() if p.checks is not None])
 
     def drop(self, names: frozenset[str], left_s: float) -> None:
         """Release failed peers; wait until no late write of theirs can land, or give up the memory it may hit.
@@ -328,7 +332,7 @@ class Workbench:
         """
         self._live.require_mapped(signature)
         try:
-            require_arenas(self.reader.arenas.all(), f"member {self.settings.member!r}")
+            require_arenas(self.reader.arenas.all(), self._whose)
         except UnmappedMemoryError:
             self.forget()
             raise

@@ -46,6 +46,7 @@ OPTIONS = st.builds(
     max_runs_per_block=st.sampled_from([1, 2, 5, 64]),
     staging_bytes=st.sampled_from([4096, 256 << 20]),
     strided_rows=st.booleans(),
+    round_spans=st.booleans(),
     cost=st.sampled_from(
         [CostModel(), CostModel(descriptor_s=1.0), CostModel(descriptor_s=0.0), CostModel(copy_bytes_per_s=1.0)]
     ),

@@ -15,7 +15,7 @@ from tests.refit.cluster import TIMEOUT_S, Cluster
 from tests.refit.held_transport import HeldTransport
 
 from reshard.planner import Plan
-from reshard.planner.options import PlanOptions
+from reshard.planner.options import CostModel, PlanOptions
 from reshard.refit.checks import Check
 from reshard.refit.deadline import Deadline
 from reshard.refit.engines.arrays import ArrayEngine, take
@@ -396,7 +396,8 @@ def test_batches_only_where_cells_can_be_verified(whole: bool) -> None:
     engine = ArrayEngine(
         {"w": np.zeros((64, columns), np.float32)}, layout={"w": [take("w", np.s_[:, 64 - columns : 64])]}
     )
-    with Cluster(1, engines=[engine], receiver_settings={"options": PlanOptions(max_runs_per_block=64)}) as cluster:
+    options = PlanOptions(max_runs_per_block=64, cost=CostModel(descriptor_s=0.0))  # row by row, not as a span
+    with Cluster(1, engines=[engine], receiver_settings={"options": options}) as cluster:
         cluster.publish(0, source)
         (report,) = cluster.refit_ok(0)
         (bound,) = cluster.receivers[0].reader.bound()
@@ -439,3 +440,68 @@ def test_a_sample_is_other_cells_at_each_version(monkeypatch: pytest.MonkeyPatch
         assert seen == set(range(32))
         assert min(found.values()) > 0
         assert not crew_threads()
+
+
+def test_cells_that_are_put_together_from_buffers_wait_for_the_last_copies() -> None:
+    """Interleaved rows that fill several waves are whole in the buffers alone, once their last wave was copied."""
+    source = {
+        "w": np.arange(4096 * 4, dtype=np.uint32).astype(np.uint8).reshape(4096, 4),
+        "z0": np.arange(1 << 15, dtype=np.uint32).astype(np.uint8),
+        "z1": np.arange(1 << 15, dtype=np.uint32).astype(np.uint8),
+    }
+    z = [take("z0", into=np.s_[: 1 << 15]), take("z1", into=np.s_[1 << 15 :])]  # read after "w", in the same wave
+    engine = ArrayEngine(
+        {"p0": np.zeros((2048, 4), np.uint8), "p1": np.zeros((2048, 4), np.uint8), "z": np.zeros(1 << 16, np.uint8)},
+        layout={"p0": [take("w", np.s_[0::2])], "p1": [take("w", np.s_[1::2])], "z": z},
+    )
+    settings = {"options": PlanOptions(max_runs_per_block=1, staging_bytes=8192)}
+    with Cluster(1, engines=[engine], receiver_settings=settings) as cluster:
+        cluster.receivers[0].reader.batch_bytes = 4096
+        cluster.publish(0, source)
+        (report,) = cluster.refit_ok(0)
+        assert report.verified.n_cells_partial == 0
+        checks, (bound,) = cluster.receivers[0].bench.checks, cluster.receivers[0].reader.bound()
+        assert checks is not None
+        assert bound.complete_with is not None
+        ((number, check),) = ((i, c) for i, c in enumerate(checks.checks) if c.after_wave >= 0)
+        assert check.after_wave > 0
+        ready = bound.batches[int(bound.complete_with[number])]
+        assert len([b for b in bound.batches if b.wave == check.after_wave]) > 1, "else there is nothing to wait for"
+        assert (ready.wave, ready.ends_wave) == (check.after_wave, True)
+        assert np.array_equal(engine["p1"], source["w"][1::2])
+        cluster.publish(1, {name: array[::-1].copy() for name, array in source.items()})
+        (again,) = cluster.refit_ok(1)
+        assert again.verified_bytes == report.verified_bytes > 0
+
+
+def test_what_cannot_be_verified_is_said_in_the_log_and_in_the_report(caplog: pytest.LogCaptureFixture) -> None:
+    source = {"w": np.arange(64 * 64, dtype=np.float32).reshape(64, 64), "b": np.ones(8, np.float32)}
+    engine = ArrayEngine(
+        {"w": np.zeros((64, 32), np.float32), "b": np.zeros(8, np.float32)},
+        layout={"w": [take("w", np.s_[:, 32:])], "b": [take("b")]},
+    )
+    options = PlanOptions(max_runs_per_block=64, cost=CostModel(descriptor_s=0.0))  # row by row, not as a span
+    with Cluster(1, engines=[engine], receiver_settings={"options": options}) as cluster:
+        cluster.publish(0, source)
+        (report,) = cluster.refit_ok(0)
+        cluster.publish(1, source)
+        cluster.refit_ok(1)
+    lines = [r.getMessage() for r in caplog.records if "cannot be verified" in r.getMessage()]
+    assert lines == [
+        "member 'tp0': 8192 of 8224 bytes of each refit cannot be verified: 1 cells are read in part (the first is "
+        "trainer-0: w [0, 64) x [0, 64)); publishers that lay their buffers out by the cut hints make them whole"
+    ], "once for a plan"
+    assert (report.verified_bytes, report.unverified_bytes, report.verified.n_cells_partial) == (32, 8192, 1)
+    assert "32 verified and 8,192 NOT verified (1 cells were read in part)" in str(report)
+
+
+def test_a_column_slice_that_is_read_as_a_span_is_verified_whole(caplog: pytest.LogCaptureFixture) -> None:
+    """The span is 128 bytes longer than it must be."""
+    source = {"w": np.arange(64 * 64, dtype=np.float32).reshape(64, 64)}
+    engine = ArrayEngine({"w": np.zeros((64, 32), np.float32)}, layout={"w": [take("w", np.s_[:, 32:])]})
+    with Cluster(1, engines=[engine], receiver_settings={"require_verified": True}) as cluster:
+        cluster.publish(0, source)
+        (report,) = cluster.refit_ok(0)
+    assert (report.wire_bytes, report.unverified_bytes) == (source["w"].nbytes, 0)
+    assert "verified" not in caplog.text
+    assert "NOT" not in str(report)
