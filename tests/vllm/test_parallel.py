@@ -1,4 +1,4 @@
-"""Engines of several workers: pipeline, expert and data parallelism; refused updates; what is refused at the start.
+"""Engines of several workers: pipeline, expert and data parallelism; compiled ones; refused updates and starts.
 
 Each engine starts from version 0's checkpoint, is refitted to version 1, which changes every weight, and back: it must
 then say and hold again what it did when vLLM had loaded the checkpoint.
@@ -11,6 +11,7 @@ over a mixture-of-experts model its communicator raises NotImplementedError (``a
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -120,6 +121,18 @@ def test_two_pipeline_stages_and_what_a_refused_update_leaves(dense: Parallel) -
         assert say(engine) != old
         first, second = engine.ask("weights")
         assert first.keys() != second.keys()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
+def test_an_engine_that_is_compiled(dense: Parallel) -> None:
+    """vLLM's default, which all other tests turn off to start sooner: compiled graphs take the new weights too."""
+    with dense.engine(enforce_eager=False) as engine:
+        old = say(engine)
+        engine.ask("init", info=dense.info())
+        dense.refit(engine, NEW)
+        assert say(engine) != old
+        dense.refit(engine, OLD)
+        assert say(engine) == old
 
 
 def test_two_expert_parallel_ranks_and_what_is_refused_at_the_start(experts: Parallel) -> None:
