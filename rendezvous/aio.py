@@ -32,7 +32,7 @@ from reshard.rendezvous.types import (
     VersionKey,
     WorkerInfo,
 )
-from reshard.rendezvous.worker import AnyWorker, AsyncWorker
+from reshard.rendezvous.worker import AnyWorker, AsyncWorker, noting_lost
 
 __all__ = ["CALL_S", "AnyWorker", "AsyncRendezvous", "AsyncWorker"]
 
@@ -138,7 +138,8 @@ class AsyncRendezvous:
         instance_of(SlotRecord, "record", record)
         if record.worker_id != worker.id:
             raise RendezvousError(f"slot {record.slot!r} names worker {record.worker_id}, published by {worker.id}")
-        await self.backend.publish_slot(uid, record, checked_timeout(timeout_s))
+        with noting_lost(self._workers, worker.id):
+            await self.backend.publish_slot(uid, record, checked_timeout(timeout_s))
 
     async def await_version(
         self,
@@ -200,7 +201,8 @@ class AsyncRendezvous:
             new_transaction=new_id(),
             new_lease=new_id(),
         )
-        answer = await self.backend.await_version(wish, checked_timeout(timeout_s), on_progress or ignore)
+        with noting_lost(self._workers, worker.id):
+            answer = await self.backend.await_version(wish, checked_timeout(timeout_s), on_progress or ignore)
         self._joined.add(answer, member, worker.id, n_workers=len(self._workers))
         return Manifest(
             version=answer.key,

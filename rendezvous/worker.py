@@ -6,7 +6,8 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from reshard.rendezvous.backend import Backend
@@ -14,7 +15,7 @@ from reshard.rendezvous.errors import RendezvousError, WorkerLostError
 from reshard.rendezvous.retries import RetryHint
 from reshard.rendezvous.types import WorkerInfo
 
-__all__ = ["AnyWorker", "AsyncWorker"]
+__all__ = ["AnyWorker", "AsyncWorker", "noting_lost"]
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +66,10 @@ class AsyncWorker:
         """Whether the service said so, or no beat was acknowledged within the TTL. It stays so: register anew."""
         return self._lost or time.monotonic() >= self._alive_until_s
 
+    def note_lost(self) -> None:
+        """Know it lost from an answer of the service, before the next beat would."""
+        self._lost = True
+
     async def close(self) -> None:
         """Stop the heartbeat and tell the service, if it can be reached."""
         self._task.cancel()
@@ -94,3 +99,15 @@ class AsyncWorker:
                 backoff_s = 0.05 if time.monotonic() - started > 1.0 else min(backoff_s * 2, 1.0)
                 await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311
         self._lost = True
+
+
+@contextmanager
+def noting_lost(workers: Iterable[AsyncWorker], worker_id: str) -> Iterator[None]:
+    """A call of a worker's: where the service says that it is lost, the worker knows, and its owner registers anew."""
+    try:
+        yield
+    except WorkerLostError:
+        for worker in workers:
+            if worker.id == worker_id:
+                worker.note_lost()
+        raise

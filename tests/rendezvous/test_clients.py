@@ -27,6 +27,7 @@ from reshard.rendezvous.errors import (
     RendezvousError,
     RendezvousTimeoutError,
     RendezvousUnavailableError,
+    WorkerLostError,
 )
 from reshard.rendezvous.flights import Flights
 from reshard.rendezvous.retries import RetryHint
@@ -112,6 +113,24 @@ def test_a_heartbeat_outlives_its_streams() -> None:
         await client.close()
 
     asyncio.run(live())
+
+
+@pytest.mark.parametrize("act", ["publish", "wait"])
+def test_a_worker_that_a_call_says_is_unknown_is_lost_at_once(rdv: Rendezvous, act: str) -> None:
+    """A store that was emptied forgot it. To register anew nobody waits for its next beat, a third of the TTL away."""
+    worker = trainer(rdv, "t0", ttl_s=LONG_S) if act == "publish" else receiver(rdv, "r0", ttl_s=LONG_S)
+    beating = worker._worker._task
+
+    async def forget() -> None:
+        beating.cancel()  # its first beat would hear of it, too
+        await asyncio.gather(beating, return_exceptions=True)
+        await rdv._client.backend.unregister(worker.id, 30.0)
+
+    rdv._thread.call(forget())
+    assert not worker.lost
+    with pytest.raises(WorkerLostError, match=worker.id):
+        publish(rdv, 1, {"t0": worker}) if act == "publish" else wait(rdv, "r0", worker)
+    assert worker.lost
 
 
 @pytest.mark.redis
