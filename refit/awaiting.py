@@ -33,7 +33,7 @@ class Calls(Protocol):
     ) -> RefitReport: ...
     def load(self, version: Wanted | VersionKey, *, only: Sequence[str], timeout_s: float) -> RefitReport: ...
     def resolve(self, *, timeout_s: float) -> ServingState: ...
-    def close(self) -> None: ...
+    def close(self, *, timeout_s: float | None) -> None: ...
 
 
 class AsyncCalls:
@@ -60,9 +60,9 @@ class AsyncCalls:
         """`Receiver.resolve`."""
         return await in_a_thread(self.member, lambda: self.resolve(timeout_s=timeout_s))
 
-    async def aclose(self: Calls) -> None:
+    async def aclose(self: Calls, *, timeout_s: float | None = None) -> None:
         """`Receiver.close`; a refit under way is waited for without holding up the loop."""
-        await in_a_thread(self.member, self.close)
+        await in_a_thread(self.member, lambda: self.close(timeout_s=timeout_s))
 
 
 async def in_a_thread(name: str, call: Callable[[], Result]) -> Result:

@@ -243,7 +243,7 @@ class Receiver(AsyncCalls):
     ) -> RefitReport:
         deadline = Deadline(timeout_s, f"refit of member {self.member!r} of group {self.group!r}")
         only = names_of(only, "only")
-        with self._turns.take("load()" if one_shot else "refit()"):
+        with self._turns.take("load()" if one_shot else "refit()", until=deadline):
             if self._doubt is not None:
                 self._settle(deadline)
             self.one_shot = one_shot
@@ -296,14 +296,24 @@ class Receiver(AsyncCalls):
         """
         return self.standing.check()
 
-    def close(self) -> None:
+    def close(self, *, timeout_s: float | None = None) -> None:
         """Release peers, registrations and memory and the rendezvous; idempotent. The engine keeps its weights.
 
-        No refit is broken off: one that runs in another thread is waited for, until its deadline at most. Called from
-        within a refit, by a hook or the engine, this returns at once; the refit goes on, and all is released when it
-        ends.
+        No refit is broken off, and nothing is freed under one. Called from within a refit, by a hook or the engine,
+        this returns at once; the refit goes on, and all is released when it ends.
+
+        Parameters
+        ----------
+        timeout_s
+            How long a refit in another thread is waited for. If None until its own deadline, and 10 s more: a hook or
+            an engine that never returns outlives that.
+
+        Raises
+        ------
+        RefitTimeoutError
+            The refit is under way still. Nothing was released; all is when it returns.
         """
-        self._turns.close(self._release_all)
+        self._turns.close(self._release_all, check_timeout(timeout_s, "timeout_s") if timeout_s is not None else None)
 
     def __enter__(self) -> Self:
         return self

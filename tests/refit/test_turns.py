@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
 from tests.refit.cluster import TIMEOUT_S, Cluster, holds, tp_cluster, weights
 from tests.refit.test_in_doubt import Flaky
 
+from reshard.refit import turns
 from reshard.refit.clock import STAGES
 from reshard.refit.engines.arrays import ArrayEngine
-from reshard.refit.errors import InDoubtError, RefitAborted, RefitError
+from reshard.refit.errors import InDoubtError, RefitAborted, RefitError, RefitTimeoutError
 from reshard.refit.receiver import Receiver
 from reshard.refit.report import RefitReport
 
@@ -163,6 +165,69 @@ def refused(receiver: Receiver) -> str:
     with pytest.raises(RefitError) as caught:
         receiver.refit(0, timeout_s=1.0)
     return str(caught.value)
+
+
+@contextmanager
+def hanging(timeout_s: float = TIMEOUT_S) -> Iterator[tuple[Receiver, threading.Event, threading.Thread]]:
+    """A receiver whose hook does not return in the middle of a refit, until it is told to."""
+    engine = ArrayEngine({name: np.zeros_like(w) for name, w in weights(0).items()})
+    with Cluster(2, engines=[engine]) as cluster:
+        cluster.publish(0, weights(0))
+        receiver = cluster.receivers[0]
+        hangs, go_on = threading.Event(), threading.Event()
+
+        def hook(name: str) -> None:
+            if name == "vote":
+                hangs.set()
+                assert go_on.wait(TIMEOUT_S)
+
+        def refit() -> None:
+            with suppress(RefitError):
+                receiver.refit(0, timeout_s=timeout_s)
+
+        receiver._on_stage = hook
+        thread = threading.Thread(target=refit)
+        thread.start()
+        try:
+            assert hangs.wait(TIMEOUT_S)
+            yield receiver, go_on, thread
+        finally:
+            go_on.set()
+            thread.join(TIMEOUT_S)
+        assert not cluster.leftovers()
+
+
+@pytest.mark.parametrize("how", ["close", "aclose"])
+def test_a_close_gives_up_a_call_that_does_not_return_and_frees_nothing_under_it(how: str) -> None:
+    with hanging() as (receiver, go_on, thread):
+        held = receiver.reader.links.names(), receiver.reader.arenas.all()
+        assert all(held)
+        close = receiver.close if how == "close" else lambda **more: asyncio.run(receiver.aclose(**more))
+        with pytest.raises(RefitTimeoutError, match=r"close\(\) waited 0.2 s for refit\(\) .* nothing was freed"):
+            close(timeout_s=0.2)
+        assert (receiver.reader.links.names(), receiver.reader.arenas.all()) == held
+        go_on.set()
+        thread.join(TIMEOUT_S)
+        assert receiver.check_serving().step == 0, "the refit was not broken off"
+        assert is_released(receiver)
+        with pytest.raises(RefitError, match="the receiver is closed"):
+            receiver.refit(0, timeout_s=1.0)
+        receiver.close(timeout_s=1.0)
+
+
+def test_a_close_waits_until_the_calls_own_deadline_and_a_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "GRACE_S", 0.1)
+    with (
+        hanging(timeout_s=1.0) as (receiver, _, _),
+        pytest.raises(RefitTimeoutError, match=r"its deadline and 0.1 s more for refit\(\) in another thread"),
+    ):
+        receiver.close()
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_close_has_a_finite_time(timeout_s: float) -> None:
+    with tp_cluster() as cluster, pytest.raises(ValueError, match="timeout_s must be finite and over 0"):
+        cluster.receivers[0].close(timeout_s=timeout_s)
 
 
 # -- asyncio
