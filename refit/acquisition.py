@@ -168,7 +168,7 @@ class Acquisition:
             fill_sentinel(r.reader.device, shadow.buffers)
         r.bench.seed(planned, shadow.buffers, quarantined=r.state == "quarantined")
         self._read(r.reader, planned.plan, r.bench.checks, planned.seeded, deadline)
-        if planned.captured.materialised:
+        if any(name in shadow.buffers for name in planned.captured.loader_buffers):
             self._account.clock.enter("load")
             r.bench.run_loader(planned, shadow.buffers)
 

@@ -8,7 +8,7 @@ other loader it calls with traced tensors (`reshard.refit.trace`) under a dispat
    ``constant``; neither is carried out, so the engine is not touched;
 3. any other operation on traced values, and any read of a destination, gives a *computed* tensor that carries the
    names it depends on; writing one makes destination and sources *materialised*: they are staged and the loader
-   runs on them later;
+   runs on them later, so here too, to see that it does the same then;
 4. a value that leaves the tensor world (``bool(w > 0)``, ``w.numpy()``) is refused, naming the source; a source
    written into memory that belongs to no parameter is refused at the end, unless allowed by name.
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from reshard.refit.errors import UnattributedWriteError
+from reshard.refit.errors import UnattributedWriteError, UnsupportedLoaderError
 from reshard.refit.quickpass import look
 from reshard.refit.recorder import recorder_type
 from reshard.refit.recording import Destination, Recording
@@ -45,7 +45,7 @@ def record(
     Parameters
     ----------
     loader
-        Called with an iterable of (name, tensor), up to three times.
+        Called with an iterable of (name, tensor), up to four times; not always with all of them.
     manifest
         Name, dtype and global shape of each published tensor, in the order the loader shall see them.
     destinations
@@ -79,7 +79,35 @@ def record(
             "buffer, or allow it by name",
             source=name,
         )
+    _require_repeatable(loader, recording, manifest, destinations)
     return recording
+
+
+def _require_repeatable(
+    loader: Callable[[Iterable[tuple[str, torch.Tensor]]], object],
+    recording: Recording,
+    manifest: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
+    destinations: Sequence[Destination],
+) -> None:
+    """Refuse a loader that computes otherwise when it is handed what it computes with alone, as it will be."""
+    sources, targets = recording.materialised()
+    if not targets:
+        return
+    alone = [row for row in manifest if row[0] in sources]
+    what = f"the loader computes {', '.join(map(repr, sorted(targets)[:3]))}"
+    try:
+        again = _followed(loader, alone, destinations)
+    except Exception as error:
+        raise UnsupportedLoaderError(
+            f"{what}, and does not run on the {len(alone)} sources that it computes them with alone: "
+            f"{type(error).__name__}: {error}",
+            source=min(sources, default=""),
+        ) from error
+    if again.of(targets) != recording.of(targets):
+        raise UnsupportedLoaderError(
+            f"{what}, and does otherwise where it is handed the {len(alone)} sources alone that it computes them with",
+            source=min(sources, default=""),
+        )
 
 
 def _followed(
@@ -112,5 +140,6 @@ def _handed(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Traced tensors one by one, noting which one the loader holds."""
     for name, dtype, shape in manifest:
-        recording.current = name
+        recording.current = recording.during = name
         yield name, trace(name, dtype, shape)
+    recording.during = ""

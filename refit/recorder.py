@@ -185,7 +185,12 @@ def recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractCont
             origins: Mapping[int, Origin],
         ) -> None:
             destination, view = hit
-            order = len(self.recording.writes)
+            order, during = len(self.recording.writes), self.recording.during
+
+            def note(kind: str, **what: object) -> None:
+                write = Write(order, kind, destination.name, view, during=during, **what)  # type: ignore[arg-type]
+                self.recording.writes.append(write)
+
             value = args[1] if len(args) > 1 else kwargs.get("value", kwargs.get("src"))
             source = origins.get(id(value)) if isinstance(value, torch.Tensor) else None
             if func is aten.copy_.default or (func is aten.fill_.Tensor and source is not None):
@@ -193,7 +198,7 @@ def recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractCont
                 if source is None and isinstance(value, torch.Tensor):
                     element = self.uniform(value, target) if not value.is_meta else None
                     if element is not None:
-                        self.recording.writes.append(Write(order, "constant", destination.name, view, value=element))
+                        note("constant", value=element)
                         return
                     inputs |= frozenset((self.recording.current,)) - {""}
                 elif (
@@ -205,15 +210,15 @@ def recorder_type() -> Callable[[Recording, Sequence[Destination]], AbstractCont
                 ):
                     src = Strided.of(meta_of(value)).expand(view.sizes)
                     reads = resolve(source.storage, src, view)
-                    self.recording.writes.append(Write(order, "copy", destination.name, view, tuple(reads)))
+                    note("copy", reads=tuple(reads))
                     return
             elif func in fills and source is None:
                 number = value if isinstance(value, int | float | torch.Tensor) else 0
                 element = element_bytes(0 if func is aten.zero_.default else number, target.dtype)
-                self.recording.writes.append(Write(order, "constant", destination.name, view, value=element))
+                note("constant", value=element)
                 return
             taint = inputs | (source.names if source is not None else frozenset())
-            self.recording.writes.append(Write(order, "computed", destination.name, view, taint=taint))
+            note("computed", taint=taint)
 
         # -- making tensors
 

@@ -84,7 +84,7 @@ class Write:
     """One thing that the loader did to a destination, in program order.
 
     ``kind`` is ``copy`` (``reads`` says from where), ``constant`` (``view`` and ``value``, one element's bytes) or
-    ``computed``.
+    ``computed``. ``during`` is the source that the loader was busy with; empty before the first and after the last.
     """
 
     order: int
@@ -94,42 +94,57 @@ class Write:
     reads: tuple[AlignedRead, ...] = ()
     value: bytes = b""
     taint: frozenset[str] = frozenset()
+    during: str = ""
 
 
 @dataclass(slots=True)
 class Recording:
-    """All writes of one dry run, and what has to be materialised for it."""
+    """All writes of one dry run, and what has to be materialised for it.
+
+    ``current`` is the source that the loader was handed last; ``during`` too, until it has been told that there are no
+    more.
+    """
 
     writes: list[Write] = field(default_factory=list)
     n_copies: int = 0
     mutated: set[str] = field(default_factory=set)
     current: str = ""
+    during: str = ""
     scratch: dict[str, str] = field(default_factory=dict)
 
     def materialised(self) -> tuple[frozenset[str], frozenset[str]]:
         """Sources and destinations that the loader itself has to produce.
 
-        The closure: a computed write takes its destination and all it depends on; a destination taken so takes
-        every source that writes it (order matters there); a source taken so takes every destination that it writes.
+        The closure: a computed write takes its destination and all it depends on, sources as well as destinations that
+        were written; a destination taken so takes every source that writes it (order matters there), and where a write
+        has none, the one that was being handled; a source taken so takes every destination that it writes.
         """
         sources = set(self.mutated)
         targets: set[str] = set()
-        links: list[tuple[str, frozenset[str]]] = []
+        written = {write.destination for write in self.writes}
+        links: list[tuple[str, frozenset[str], frozenset[str], frozenset[str]]] = []
         for write in self.writes:
-            names = frozenset(r.source for r in write.reads) | frozenset(
-                n for n in write.taint if not n.startswith(PARAM)
-            )
-            links.append((write.destination, names))
+            own = frozenset(r.source for r in write.reads) | {n for n in write.taint if not n.startswith(PARAM)}
+            read_back = frozenset(n.removeprefix(PARAM) for n in write.taint if n.startswith(PARAM)) & written
+            links.append((write.destination, own, own or frozenset((write.during,)) - {""}, read_back))
             if write.kind == "computed":
                 targets.add(write.destination)
-                sources |= names
         changed = True
         while changed:
             before = len(sources) + len(targets)
-            for target, names in links:
+            for target, own, needed, read_back in links:
                 if target in targets:
-                    sources |= names
-                elif names & sources:
+                    sources |= needed
+                    targets |= read_back
+                elif own & sources:
                     targets.add(target)
             changed = len(sources) + len(targets) != before
         return frozenset(sources), frozenset(targets)
+
+    def of(self, destinations: frozenset[str]) -> list[tuple[object, ...]]:
+        """What was written to these, in program order."""
+        return [
+            (w.kind, w.destination, w.view, w.reads, w.value, w.taint)
+            for w in self.writes
+            if w.destination in destinations
+        ]

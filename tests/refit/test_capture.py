@@ -214,6 +214,92 @@ def test_branching_on_a_value_is_refused_naming_the_source() -> None:
             engine.capture([SourceTensor("layers.0.w", "float32", (5,))])
 
 
+def copy_into(name: str, *more: Callable[[Model], object]) -> Callable[[Model, torch.Tensor], None]:
+    """Copy a source into a parameter, and then do more."""
+
+    def do(model: Model, w: torch.Tensor) -> None:
+        getattr(model, name).data.copy_(w)
+        for each in more:
+            each(model)
+
+    return do
+
+
+READ_BACK: dict[str, Callable[[Model, torch.Tensor], None]] = {
+    "copied": copy_into("p", lambda m: m.q.data.copy_(m.p.data)),
+    "computed": copy_into("p", lambda m: m.q.data.copy_(m.p.data * 2)),
+    "in_part": copy_into("p", lambda m: m.q.data[:2].copy_(m.p.data[2:]), lambda m: m.q.data[2:].fill_(7)),
+    "transposed": copy_into("p", lambda m: m.q.data.copy_(m.p.data.clone().t())),
+    "through_scratch": copy_into("p", lambda m: m.q.data.copy_(torch.zeros(4, 4).copy_(m.p.data))),
+    "in_a_chain": copy_into("p", lambda m: m.q.data.copy_(m.p.data), lambda m: m.r.data.copy_(m.q.data)),
+    "and_overwritten": copy_into("p", lambda m: m.q.data.copy_(m.p.data), lambda m: m.p.data.fill_(1)),
+    "and_of_what_is_not_loaded": copy_into("p", lambda m: m.q.data.copy_(m.r.data + m.p.data)),
+}
+
+
+@pytest.mark.parametrize("name", READ_BACK)
+@pytest.mark.parametrize("after", [True, False])
+def test_a_parameter_made_of_another_one_is_made_of_the_new_one(name: str, after: bool) -> None:
+    """Not of the weights that serve while the loader runs, which may be another version's."""
+
+    def load(model: Model, weights: Weights) -> None:
+        for source, w in weights:
+            if source == "v":
+                model.s.data.copy_(w)
+            elif not after:
+                READ_BACK[name](model, w)
+            else:
+                kept = w
+        if after:
+            READ_BACK[name](model, kept)
+
+    shapes = dict.fromkeys("pqrs", (4, 4))
+    _, captured = captured_equals_loaded(shapes, load, {"w": t(4, 4), "v": t(4, 4) + 50})
+    assert captured.materialised == ("w",)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("when", ["at another source", "before all", "after all"])
+def test_what_is_done_in_place_at_any_time_is_done(when: str) -> None:
+    def load(model: Model, weights: Weights) -> None:
+        if when == "before all":
+            model.p.data.fill_(2)
+        for source, w in weights:
+            if source == "w":
+                model.p.data.add_(w)
+            elif when == "at another source":
+                model.p.data.mul_(3)
+        if when == "after all":
+            model.p.data.mul_(3)
+
+    captured_equals_loaded({"p": (5,)}, load, {"w": t(5), "v": t(5)})
+
+
+def test_a_loader_that_does_otherwise_with_fewer_sources_is_refused() -> None:
+    """It has collected them all, so that nothing tells at which one it changes the parameter."""
+
+    def load(model: Model, weights: Weights) -> None:
+        for source, w in list(weights):
+            if source == "w":
+                model.p.data.copy_(w.exp())
+            else:
+                model.p.data.mul_(3)
+
+    engine = LoaderEngine(Model({"p": (5,)}, load))
+    with pytest.raises(
+        UnsupportedLoaderError, match="computes 'p', and does otherwise where it is handed the 1 sources"
+    ):
+        engine.capture([SourceTensor(n, "float32", (5,)) for n in ("w", "v")])
+
+    def needs_both(model: Model, weights: Weights) -> None:
+        given = dict(weights)
+        model.p.data.copy_(given["w"].exp())
+        model.q.data.copy_(given["v"])
+
+    engine = LoaderEngine(Model({"p": (5,), "q": (5,)}, needs_both))
+    with pytest.raises(UnsupportedLoaderError, match=r"does not run on the 1 sources .* KeyError: 'v'"):
+        engine.capture([SourceTensor(n, "float32", (5,)) for n in ("w", "v")])
+
+
 COMPUTED: dict[str, Callable[[Model, torch.Tensor], None]] = {
     "exp": lambda m, w: m.p.data.copy_(w.exp()),
     "add": lambda m, w: m.p.data.copy_(w + 1),
