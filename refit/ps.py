@@ -71,7 +71,7 @@ def _frames(
         try:
             description = client.describe(timeout_s=timeout_s)
         except ReshardError as failure:
-            description, error = None, f"{type(failure).__name__}: {failure}"
+            description, error = None, _printable(f"{type(failure).__name__}: {failure}")
 
 
 def _draw(frames: Iterator[str]) -> None:
@@ -98,8 +98,13 @@ def _as_text(address: str, description: Description) -> str:
         lines.append(f"{kind}: {len(rows)}")
         for row in rows:
             fields = ((field.name, getattr(row, field.name)) for field in dataclasses.fields(row))
-            lines.append("  " + " ".join(f"{name}={_brief(value)}" for name, value in fields))
+            lines.append("  " + _printable(" ".join(f"{name}={_brief(value)}" for name, value in fields)))
     return "\n".join(lines)
+
+
+def _printable(text: str) -> str:
+    """Escape what would end a line or steer a terminal: names are whatever their workers said."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def _brief(value: object) -> str:

@@ -78,6 +78,22 @@ def test_serve_and_ps(service: tuple[subprocess.Popen[str], str]) -> None:
     assert process.wait(20) == 0
 
 
+def test_ps_escapes_what_would_end_a_line_or_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("grpc", reason="the rendezvous service needs grpcio")
+    from reshard.refit.ps import show
+    from reshard.rendezvous import Rendezvous
+    from reshard.rendezvous.service import serve
+    from reshard.rendezvous.types import WorkerInfo
+
+    with serve("127.0.0.1:0") as server, Rendezvous.connect(server.address) as client:
+        client.register(WorkerInfo("trainer", "möd", "host", "t\x1b[2J\ngroups: 9"))
+        show(server.address, None, None, as_json=False, timeout_s=30.0)
+    rows = capsys.readouterr().out.splitlines()
+    (worker,) = [row for row in rows if "role=trainer" in row]
+    assert "model=möd host=host name=t\\x1b[2J\\ngroups: 9 ttl_s" in worker
+    assert "groups: 0" in rows
+
+
 def test_ps_of_nobody_fails_without_a_trace() -> None:
     pytest.importorskip("grpc", reason="the rendezvous client needs grpcio")
     done = reshard("ps", "127.0.0.1:9", "--timeout", "1")
