@@ -19,7 +19,7 @@ from reshard.refit.acquisition import Acquisition
 from reshard.refit.agreement import Agreement
 from reshard.refit.clock import StageClock
 from reshard.refit.deadline import Deadline
-from reshard.refit.discovery import Discovery, discover
+from reshard.refit.discovery import Discovery, discover, withdraw
 from reshard.refit.errors import HolderLostError, QuarantinedError, RefitAborted, RefitError
 from reshard.refit.planning import Planned
 from reshard.refit.report import RefitReport
@@ -129,6 +129,8 @@ class Attempt:
         self._quietly(self._resume)
         if self._found is not None:
             self._agreement(self._found).no(error, self._deadline.left_s)
+        elif not isinstance(error, Exception):  # an interrupt: the service may have let this rank join all the same
+            self._quietly(lambda: withdraw(self._receiver, self._only, error, self._deadline.left_s))
         self._emit("aborted")
 
     def _let_go(self, error: BaseException) -> None:

@@ -14,10 +14,12 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
+from reshard.refit.agreement import Agreement
 from reshard.refit.deadline import Deadline
 from reshard.refit.errors import RefitAborted, TornReadError
 from reshard.refit.lease import LeaseKeeper
-from reshard.rendezvous.errors import AbortedError, RendezvousUnavailableError
+from reshard.rendezvous import limits
+from reshard.rendezvous.errors import AbortedError, RendezvousError, RendezvousUnavailableError
 from reshard.rendezvous.types import VersionKey
 
 if TYPE_CHECKING:
@@ -26,8 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Discovery", "discover"]
+__all__ = ["Discovery", "discover", "withdraw"]
 
+_WITHDRAWAL_S = 0.5
 _PATIENCE = 0.8
 """Share of the call's time after which the service takes a missing vote for a no."""
 
@@ -144,6 +147,31 @@ def discover(
     except AbortedError as error:
         raise RefitAborted(f"the group does not take the version: {error}; the old weights serve") from error
     return Discovery(r, manifest)
+
+
+def withdraw(receiver: Receiver, only: Sequence[str], error: BaseException, left_s: float) -> None:
+    """Leave the transaction that this member may have joined in a call whose answer nobody got: vote no, end its lease.
+
+    Such a member is granted the same again when it asks; ``after`` the last version there can ever be it opens no other
+    transaction. Where there is none to leave this takes half a second.
+    """
+    r = receiver
+    try:
+        manifest = r.rendezvous.await_version(
+            r.model,
+            group=_party(r.group, only),
+            members=r.members,
+            member=r.member,
+            worker=r.worker(_WITHDRAWAL_S),
+            after=VersionKey(r.model, limits.MAX_STEP, limits.MAX_STEP),
+            lease_ttl_s=r.lease_ttl_s,
+            timeout_s=_WITHDRAWAL_S,
+        )
+    except RendezvousError as other:
+        logger.debug("member %s has nothing to withdraw from: %s", r.member, other)
+        return
+    Agreement(r.rendezvous, manifest, r.member).no(error, left_s)
+    Discovery(r, manifest).release(left_s)
 
 
 def _party(group: str, only: Sequence[str]) -> str:

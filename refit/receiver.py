@@ -300,20 +300,15 @@ class Receiver(AsyncCalls):
         """Release peers, registrations and memory and the rendezvous; idempotent. The engine keeps its weights.
 
         No refit is broken off, and nothing is freed under one. Called from within a refit, by a hook or the engine,
-        this returns at once; the refit goes on, and all is released when it ends.
-
-        Parameters
-        ----------
-        timeout_s
-            How long a refit in another thread is waited for. If None until its own deadline, and 10 s more: a hook or
-            an engine that never returns outlives that.
+        this returns at once, and all is released when the refit ends. One in another thread is waited for, for
+        ``timeout_s``; if None until its own deadline and 10 s more.
 
         Raises
         ------
         RefitTimeoutError
-            The refit is under way still. Nothing was released; all is when it returns.
+            It is under way still: a hook or the engine hangs. Nothing was released; all is if it returns.
         """
-        self._turns.close(self._release_all, check_timeout(timeout_s, "timeout_s") if timeout_s is not None else None)
+        self._turns.close(self._release_all, timeout_s)
 
     def __enter__(self) -> Self:
         return self

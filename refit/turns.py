@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from reshard.refit.deadline import Deadline
+from reshard.refit.deadline import Deadline, check_timeout
 from reshard.refit.errors import RefitError, RefitTimeoutError
 
 __all__ = ["GRACE_S", "Turns"]
@@ -93,6 +93,8 @@ class Turns:
         RefitTimeoutError
             It is under way still: ``release`` will be called as it ends.
         """
+        if timeout_s is not None:
+            check_timeout(timeout_s)
         self._closed = True
         if self._owner == threading.get_ident():
             self._at_the_end = release
