@@ -54,6 +54,10 @@ class Beacon:
         """Announce that nothing is served any more."""
         self._words[_STATE] = _CLOSED
 
+    def release(self) -> None:
+        """Refer to the memory no more; what is announced after that reaches nobody."""
+        self._words = np.zeros(BEACON_BYTES // 8, "<u8")
+
 
 def beacon_image(endpoint: Endpoint) -> bytes:
     """Return what a healthy peer's beacon begins with, for a comparison of bytes; `check_beacon` says what differs."""

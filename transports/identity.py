@@ -85,6 +85,8 @@ def _own(pid: int) -> tuple[bytes, int, int, int]:
 def start_time(pid: str) -> int:
     """Return field 22 of ``/proc/<pid>/stat``, in clock ticks since boot; 0 if there is no such process.
 
+    One that has exited and was not waited for yet counts as gone: it has no memory (field 23).
+
     Raises
     ------
     TransportError
@@ -92,7 +94,8 @@ def start_time(pid: str) -> int:
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[19])
+            fields = file.read().rpartition(b")")[2].split()
+        return int(fields[19]) if int(fields[20]) else 0
     except OSError as error:
         if error.errno in OWN_LACK:
             raise TransportError(f"process {pid} cannot be looked at: {error}") from error

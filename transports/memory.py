@@ -28,7 +28,7 @@ from reshard.transports.copying import CopyList
 from reshard.transports.errors import EndpointError, PeerError, RegistrationError
 from reshard.transports.identity import ProcessIdentity
 from reshard.transports.lists import ConnectedPeer, Work
-from reshard.transports.regions import MemoryKind, Region
+from reshard.transports.regions import MemoryKind, Region, RegionTable
 from reshard.transports.shared import SharedPages, map_from
 from reshard.transports.transfer import Call, Slice
 from reshard.transports.watch import PeerWatch
@@ -124,7 +124,9 @@ class MemoryTransport(CommonTransport):
         owner = _LIVE.get(peer.endpoint.incarnation)
         if owner is not None and process.pid == os.getpid():
             connection = _Connection(owner=weakref.ref(owner))
-            self._check(connection, peer)
+            with owner._lock:
+                self._check(connection, peer)
+                _require_served(owner, peer)
             return connection
         if not process.visible:
             raise PeerError(
@@ -144,9 +146,9 @@ class MemoryTransport(CommonTransport):
             connection.watch.check()
             return
         owner = connection.owner() if connection.owner is not None else None
-        if owner is None:
+        if owner is None or not len(beacon := owner._control.array):
             raise PeerError(f"peer {peer.name!r} has closed its transport", peer=peer.name)
-        check_beacon(owner._control.array, peer.endpoint, peer.name)
+        check_beacon(beacon, peer.endpoint, peer.name)
 
     def _hang_up(self, native: object) -> None:
         if isinstance(native, _Connection):
@@ -216,6 +218,23 @@ class MemoryTransport(CommonTransport):
 
     def _shut_down(self) -> None:
         _LIVE.pop(self.incarnation, None)
+        self._beacon.release()
+        self._control.close()  # not when the transport is collected: a cycle keeps it until then
+
+
+def _require_served(owner: MemoryTransport, peer: ConnectedPeer) -> None:
+    """Refuse a message that names what its owner, in this process, does not serve: the copy would take any address."""
+    served = set(_spans(owner._ledger.table()))
+    if wrong := [span for span in _spans(peer.endpoint.regions) if span not in served]:
+        address, nbytes = wrong[0]
+        raise EndpointError(
+            f"endpoint regions: {nbytes} bytes at {address:#x} are not what peer {peer.name!r} in this process serves",
+            peer=peer.name,
+        )
+
+
+def _spans(table: RegionTable) -> list[tuple[int, int]]:
+    return list(zip(table.address.tolist(), table.nbytes.tolist(), strict=True))
 
 
 def _connection(peer: ConnectedPeer) -> _Connection:

@@ -24,7 +24,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedPages:
-    """An anonymous file, mapped; the descriptor is closed with the last reference.
+    """An anonymous file, mapped; the descriptor is closed with the last reference, or by `close`.
 
     Attributes
     ----------
@@ -33,7 +33,7 @@ class SharedPages:
         Page-aligned, zeroed and resident.
     """
 
-    __slots__ = ("__weakref__", "address", "array", "fd", "nbytes")
+    __slots__ = ("__weakref__", "_close", "address", "array", "fd", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         check_available(nbytes)
@@ -57,7 +57,15 @@ class SharedPages:
             raise
         self.fd = fd
         self.nbytes = nbytes
-        weakref.finalize(self, os.close, fd)
+        self._close = weakref.finalize(self, os.close, fd)
+
+    def close(self) -> None:
+        """Give the descriptor back, and the pages unless somebody else refers to them; idempotent.
+
+        After that ``array`` is empty.
+        """
+        self.array = np.zeros(0, np.uint8)
+        self._close()
 
 
 def map_from(pid: int, fd: int, nbytes: int, peer: str) -> npt.NDArray[np.uint8]:

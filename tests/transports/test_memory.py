@@ -10,15 +10,25 @@ import subprocess
 import sys
 import threading
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from reshard.transports import PeerError, Region, RegistrationError, decode_endpoint, open_transport, read
+from reshard.transports import (
+    PeerError,
+    Region,
+    RegionTable,
+    RegistrationError,
+    decode_endpoint,
+    encode_endpoint,
+    open_transport,
+    read,
+)
 from reshard.transports.errors import EndpointError
 from reshard.transports.hostmem import allocate_pages, populate
-from reshard.transports.identity import ProcessIdentity
+from reshard.transports.identity import ProcessIdentity, start_time
 from reshard.transports.peer_process import PeerProcess, pattern
 from reshard.transports.shared import SharedPages, map_from
 from reshard.transports.testing import Reader, TransportContract, raises, rows
@@ -217,6 +227,39 @@ def test_memory_that_there_is_not(nbytes: int) -> None:
             assert nothing.array.nbytes == 0
     finally:
         transport.close()
+
+
+def test_a_message_with_another_table_does_not_open_this_process() -> None:
+    """Within a process plain addresses are read: what a message says must be what its owner serves."""
+    with open_transport("memory") as owner, open_transport("memory") as reader:
+        served = owner.allocate(4096)
+        owner.register([served.region])
+        message = owner.endpoint()
+        endpoint = decode_endpoint(message)
+        for region in (
+            Region(0x10000, 4096),
+            Region(served.region.address, 4097),
+            Region(served.region.address + 1, 64),
+        ):
+            forged = encode_endpoint(replace(endpoint, regions=RegionTable.build([region])))
+            with pytest.raises(EndpointError, match=rf"{region.nbytes} bytes at {region.address:#x} are not what"):
+                reader.connect(forged, timeout_s=60.0, name="forged")
+        owner.register([owner.allocate(4096).region])  # newer regions do no harm
+        reader.connect(message, timeout_s=60.0, name="owner").close()
+
+
+def test_a_process_that_nobody_has_waited_for_is_gone() -> None:
+    """A reader that finds its memory gone must not say that it lives, and has only unmapped something."""
+    own = ProcessIdentity.own()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        identity = ProcessIdentity(own.boot, own.pid_space, process.pid, start_time(str(process.pid)))
+        assert identity.started
+        identity.check("p")
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert Path(f"/proc/{process.pid}/stat").read_text().split()[2] == "Z"
+        with pytest.raises(PeerError, match="restarted or exited"):
+            identity.check("p")
 
 
 def test_a_reused_pid_is_another_process() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import subprocess
@@ -11,6 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -110,6 +112,45 @@ def test_the_beacon_says_closed_before_memory_is_withdrawn(backend):
     assert states == [2]
     with pytest.raises(TransportError, match="is closed"):
         transport.allocate(64)
+
+
+def beacon_pages() -> tuple[int, int]:
+    """How many descriptors and mappings of beacons, own or watched, and of shared memory this process has."""
+    links = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the folder's own
+            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return sum("/memfd:reshard" in link for link in links), sum("/memfd:reshard" in line for line in maps)
+
+
+def test_what_is_closed_gives_its_pages_back_at_once(backend):
+    """Not when the cyclic collector comes along, which a trainer may have turned off."""
+
+    def read_once(process: PeerProcess) -> bytes:
+        message, remote = process.serve(NBYTES, 1)
+        with open_transport(backend) as transport, transport.allocate(NBYTES) as mine:
+            transport.register([mine.region])
+            peer = transport.connect(message, timeout_s=60.0, name="peer")
+            prepared = transport.prepare(peer, rows(mine.region.address, NBYTES), rows(remote, NBYTES))
+            read(transport, [prepared], timeout_s=60.0)
+            assert np.array_equal(mine.array, pattern(NBYTES, 1))
+            assert beacon_pages()[1] > before[1]
+            return transport.endpoint()
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = beacon_pages()
+        with PeerProcess(backend) as process:
+            messages = [read_once(process) for _ in range(3)]
+            assert beacon_pages() == before
+            with open_transport(backend) as reader:  # what was published before names a descriptor of nobody
+                for message in messages:
+                    with pytest.raises(PeerError):
+                        reader.connect(message, timeout_s=60.0, name="closed")
+    finally:
+        gc.enable()
 
 
 @contextlib.contextmanager

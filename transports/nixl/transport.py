@@ -341,6 +341,10 @@ class NixlTransport(CommonTransport):
                     agent.destroy()
                 except TransferError as error:
                     logger.warning("%s", error)
+                    continue
+                if agent is self._serving and self._beacon is not None and self._beacon_page is not None:
+                    self._beacon.release()
+                    self._beacon_page.close()  # not when the transport is collected: a cycle keeps it until then
         self._reading = self._serving = None
 
 

@@ -193,6 +193,9 @@ class Replies:
             self._turn(stop)
         if not self._ending:
             self._callbacks.forget(self._token)
+            with self._lock:
+                self._served.clear()
+                self._table = None
         return not self._ending
 
     def running(self, request: int) -> bool:

@@ -232,6 +232,8 @@ class UcxTransport(CommonTransport):
             return
         self._context.unmap(self._beacon_map)
         self._context.close()
+        self._beacon.release()
+        self._beacon_page.close()  # not when the transport is collected: a cycle keeps it until then
 
 
 def _native(peer: ConnectedPeer) -> UcxPeer:
