@@ -58,8 +58,13 @@ class CommonTransport(Holding):
                 self._check_postable(prepared)
                 transfer = self._claim(prepared)
         if transfer.inline:
-            while transfer.step() and transfer.state == "active":
-                pass
+            try:
+                while transfer.step() and transfer.state == "active":
+                    pass
+            except BaseException:  # an interrupt: nobody else knows of it
+                transfer.cancel()
+                self._drain([transfer], time.monotonic() + GRACE_S)
+                raise
         else:
             self._driver.submit(transfer)
         return transfer

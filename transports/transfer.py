@@ -237,6 +237,9 @@ class ListTransfer:
         except Exception as error:  # noqa: BLE001 - as above
             self.failed_in_flight = True
             self._fail(error)
+        except BaseException:  # an interrupt: what it had begun may go on
+            self._flying.append(piece)
+            raise
         self.post_seconds += time.monotonic() - start
 
     def _fail(self, error: Exception) -> None:

@@ -322,6 +322,28 @@ def test_an_error_in_flight_poisons_unless_the_backend_settles() -> None:
         transport.close()
 
 
+def test_a_post_that_is_interrupted_leaves_nothing_in_flight_that_nobody_knows(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes as the native library has begun: what it writes late must not land in memory that is used again."""
+    transport, region = setting.transport, setting.target.region
+
+    def interrupted(self: Scripted) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Scripted, "post", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            transport.post(setting.to_sick)
+    assert [(r.address, r.nbytes) for r in transport.quarantined()] == [(region.address, MIB)]
+    with raises(PeerError):
+        transport.post(setting.to_sick)
+    read(transport, [setting.to_well], timeout_s=60.0)
+    transport.outcome["sick"] = True
+    transport.wait_quarantine(timeout_s=60.0)
+    assert transport.quarantined() == ()
+
+
 def test_a_shut_gate_posts_nothing_and_poisons_nothing() -> None:
     transport = ScriptedTransport()
     setting = Setting(transport)
