@@ -15,12 +15,12 @@ Host memory that was unmapped and mapped anew meanwhile is not told apart: it ha
 from __future__ import annotations
 
 import logging
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from reshard.refit.cuda_driver import CudaDriver, driver_of
 from reshard.refit.errors import UnmappedMemoryError
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 __all__ = ["Backing", "LiveWeights", "Span", "backing_of", "require_mapped", "span_of", "spans_of"]
+
+UInt64 = npt.NDArray[np.uint64]
 
 MAPS = "/proc/self/maps"
 Backing = tuple[int, int] | None
@@ -106,20 +108,17 @@ def backing_of(spans: Sequence[Span], *, drivers: Callable[[int], CudaDriver] | 
         If a GPU's driver cannot be asked.
     """
     ask = drivers if drivers is not None else driver_of
-    starts, stops = _mapped() if any(s.nbytes and s.device == "cpu" for s in spans) else ([], [])
-    found: list[Backing] = []
-    for span in spans:
-        kind, _, number = span.device.partition(":")
-        if not span.nbytes or kind not in ("cpu", "cuda"):
-            found.append((0, 0))
-        elif kind == "cpu":
-            at = bisect_right(starts, span.address) - 1
-            known = not starts or (at >= 0 and span.stop <= stops[at])
-            found.append((0, 0) if known else None)
-        else:
+    found: list[Backing] = [(0, 0)] * len(spans)
+    devices = [span.device for span in spans]
+    if "cpu" in devices:
+        for i in np.flatnonzero(_unmapped(_ranges(spans))).tolist():
+            found[i] = None if devices[i] == "cpu" else found[i]
+    for i in [i for i, device in enumerate(devices) if device != "cpu"]:
+        span, (kind, _, number) = spans[i], devices[i].partition(":")
+        if span.nbytes and kind == "cuda":
             driver = ask(int(number or 0))
             first, last = driver.backing(span.address), driver.backing(span.stop - 1)
-            found.append((first, last) if first is not None and last is not None else None)
+            found[i] = (first, last) if first is not None and last is not None else None
     return found
 
 
@@ -148,8 +147,8 @@ def require_mapped(
         Naming the first such span and how many there are.
     """
     now = backing_of(spans, drivers=drivers)
-    gone = [span for span, behind in zip(spans, now, strict=True) if behind is None]
-    if gone:
+    if None in now:
+        gone = [span for span, behind in zip(spans, now, strict=True) if behind is None]
         raise UnmappedMemoryError(
             f"{whose}: {_describe(gone)} not mapped: an engine that sleeps gives its memory back; {way_out}",
             names=[span.name for span in gone],
@@ -179,6 +178,7 @@ class LiveWeights:
     def __init__(self, engine: object, whose: str) -> None:
         self._engine, self._whose = engine, whose
         self._spans: list[Span] = []
+        self._host: UInt64 | None = None
         self._as_of: bytes | None = None
 
     def require_mapped(self, signature: bytes) -> None:
@@ -196,7 +196,11 @@ class LiveWeights:
         """
         if signature != self._as_of:
             say = getattr(self._engine, "live_spans", None)
-            self._spans, self._as_of = list(say()) if callable(say) else [], signature
+            self._spans = list(say()) if callable(say) else []
+            on_host = all(span.device == "cpu" or not span.nbytes for span in self._spans)
+            self._host, self._as_of = _ranges(self._spans) if on_host else None, signature
+        if self._host is not None and not _unmapped(self._host).any():
+            return
         way_out = "wake it up before the refit (vLLM: wake_up(tags=['weights']))"
         require_mapped(self._spans, self._whose, way_out=way_out)
 
@@ -205,6 +209,26 @@ def _describe(spans: Sequence[Span]) -> str:
     first = spans[0]
     more = f" and {len(spans) - 1} more are" if len(spans) > 1 else " is"
     return f"{first.name!r} at [{first.address:#x}, {first.stop:#x}) on {first.device}{more}"
+
+
+def _ranges(spans: Sequence[Span]) -> UInt64:
+    """uint64[2, n]: address and bytes of each span."""
+    return np.array([[span.address for span in spans], [span.nbytes for span in spans]], np.uint64)
+
+
+def _unmapped(ranges: UInt64) -> npt.NDArray[np.bool_]:
+    """bool[n]: which ranges are no whole part of one stretch of the host's mapped memory.
+
+    Not those that are empty, and none where nobody can say.
+    """
+    address, nbytes = ranges
+    starts, stops = _mapped() if nbytes.any() else ([], [])
+    if not starts:
+        return np.zeros(len(address), np.bool_)
+    at = np.searchsorted(np.array(starts, np.uint64), address, side="right") - 1
+    ends = np.array(stops, np.uint64)[np.maximum(at, 0)]
+    out: npt.NDArray[np.bool_] = ((at < 0) | (address + nbytes > ends)) & (nbytes > 0)
+    return out
 
 
 def _mapped() -> tuple[list[int], list[int]]:

@@ -48,6 +48,24 @@ def test_host_memory_is_mapped_or_not() -> None:
     assert backing_of([Span("before", pages.address, PAGE), Span("after", pages.address + 2 * PAGE, 8)]) == [(0, 0)] * 2
 
 
+def test_a_hole_among_many_parameters_is_found_and_named() -> None:
+    """All are looked up at once; only what is not there is looked at one by one."""
+    pages = Napping(64 * PAGE)
+    spans = [Span("gap", 0, 0, "meta"), *(Span(f"p{i}", pages.address + i * PAGE, PAGE - 8) for i in range(64))]
+
+    class Engine:
+        def live_spans(self) -> list[Span]:
+            return spans
+
+    live = LiveWeights(Engine(), "member 'x'")
+    live.require_mapped(b"now")
+    pages.hole(17 * PAGE)
+    assert [s.name for s, behind in zip(spans, backing_of(spans), strict=True) if behind is None] == ["p17"]
+    with pytest.raises(UnmappedMemoryError, match="member 'x': 'p17' at") as caught:
+        live.require_mapped(b"now")
+    assert caught.value.names == ("p17",)
+
+
 def test_a_system_that_does_not_tell_is_believed_to_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residency, "MAPS", "/nowhere/maps")
     assert backing_of([Span("w", 4096, 8)]) == [(0, 0)]
