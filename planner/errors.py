@@ -164,7 +164,7 @@ class PlanError(ReshardError, ValueError):
 
 
 class MissingDependencyError(ReshardError, ImportError):
-    """An optional package is used and not installed.
+    """An optional package is used and not installed, or not in a version that can be used.
 
     Attributes
     ----------
@@ -173,8 +173,8 @@ class MissingDependencyError(ReshardError, ImportError):
         The extra of `reshard` that installs it.
     """
 
-    def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"{package!r} is needed here and not installed: pip install 'reshard[{extra}]'")
+    def __init__(self, package: str, extra: str, state: str = "not installed") -> None:
+        super().__init__(f"{package!r} is needed here and {state}: pip install 'reshard[{extra}]'")
         self.package = package
         self.extra = extra
 

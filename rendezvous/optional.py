@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from reshard.planner.errors import require
+from reshard.planner.errors import MissingDependencyError, require
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -33,7 +33,13 @@ else:
         def __getattr__(self, name: str) -> object:
             if self._loaded is None:
                 require(self._needs, extra="rendezvous")
-                self._loaded = import_module(self._module)
+                try:
+                    self._loaded = import_module(self._module)
+                except Exception as error:
+                    if type(error).__name__ != "VersionError":  # protobuf's own: no built-in error is its base
+                        raise
+                    state = f"too old: {str(error).partition('. ')[0]}"
+                    raise MissingDependencyError("protobuf", "rendezvous", state) from error
             value = getattr(self._loaded, name)
             setattr(self, name, value)
             return value
@@ -43,4 +49,11 @@ else:
     pb = _Lazy("reshard.proto.v1.rendezvous_pb2", "google.protobuf")
     tables_pb = _Lazy("reshard.proto.v1.tables_pb2", "google.protobuf")
 
-__all__ = ["grpc", "pb", "protobuf", "tables_pb"]
+__all__ = ["grpc", "pb", "protobuf", "require_service_packages", "tables_pb"]
+
+
+def require_service_packages() -> None:
+    """Raise `MissingDependencyError` unless what the service needs is there, in versions that can be used."""
+    for package in ("grpc", "grpc_health", "grpc_reflection"):
+        require(package, extra="rendezvous")
+    _ = pb.DESCRIPTOR  # grpc_health's own modules would fail by protobuf's error

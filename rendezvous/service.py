@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
-from reshard.planner.errors import require
 from reshard.rendezvous import limits
 from reshard.rendezvous.broker import Broker
 from reshard.rendezvous.catalog import BlobCatalog
 from reshard.rendezvous.errors import RendezvousError, RendezvousUnavailableError
 from reshard.rendezvous.exposure import TokenFile, check_exposure, check_tls_files, read_pem, without_secrets
-from reshard.rendezvous.optional import grpc
+from reshard.rendezvous.optional import grpc, require_service_packages
 from reshard.rendezvous.retries import RetryHint
 from reshard.rendezvous.store import MemoryStore, Store
 
@@ -107,7 +106,7 @@ def serve(
     files = (tls_cert, tls_key, client_ca, token_file)
     options = ServeOptions(listen, store, *files, insecure, metrics_listen, retry_hint)
     check_exposure(options)
-    require("grpc", extra="rendezvous")
+    require_service_packages()
     return Server(options)
 
 

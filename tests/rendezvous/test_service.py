@@ -188,3 +188,34 @@ def test_without_grpc_the_error_names_the_extra() -> None:
     assert ran.returncode == 1
     assert "pip install 'reshard[rendezvous]'" in ran.stderr
     assert MissingDependencyError.__name__ in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        ("sys.modules['grpc_health'] = None", "'grpc_health' is needed here and not installed"),
+        ("sys.modules['grpc_reflection'] = None", "'grpc_reflection' is needed here and not installed"),
+        (
+            "import google.protobuf.runtime_version as r; r.MAJOR -= 1",
+            "'protobuf' is needed here and too old: Detected incompatible Protobuf Gencode/Runtime versions",
+        ),
+    ],
+)
+def test_a_part_of_the_extra_that_is_absent_or_too_old_is_named(spoil: str, words: str) -> None:
+    """As in an environment that another package pins, or that was filled with ``--no-deps``."""
+    code = f"""
+import sys
+{spoil}
+from reshard.planner.errors import MissingDependencyError
+from reshard.rendezvous.service import serve
+try:
+    serve("127.0.0.1:0")
+except MissingDependencyError as error:
+    print(error)
+"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert words in ran.stdout, ran.stderr
+    assert "pip install 'reshard[rendezvous]'" in ran.stdout
