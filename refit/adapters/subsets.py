@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
+from reshard.refit.names import names_of
 from reshard.refit.tensors import LocalTensor
 
 __all__ = ["select"]
@@ -33,6 +34,11 @@ def select(
     list of LocalTensor
         May be empty: this rank then holds nothing of the subset, and publishes with `empty=True`.
 
+    Raises
+    ------
+    TypeError
+        A bare string, whose characters (``*`` is one) would be taken for patterns.
+
     Examples
     --------
     >>> import numpy as np
@@ -41,6 +47,7 @@ def select(
     >>> [tensor.name for tensor in select(held, ["a.*"], without=["*.b"])]
     ['a.w']
     """
+    only, without = names_of(only, "only"), names_of(without, "without")
     return [
         tensor
         for tensor in held

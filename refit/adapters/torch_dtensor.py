@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from reshard.planner.errors import TableError, require
 from reshard.refit.adapters.placements import HeldBox, Split, held_boxes, held_runs
+from reshard.refit.names import names_of
 from reshard.refit.tensors import LocalTensor
 
 if TYPE_CHECKING:
@@ -126,11 +127,14 @@ def local_tensors(
     TableError
         For a `Partial` placement, a placement of an unknown kind, or a local tensor whose shape is not what the
         placements say; for a module under FSDP1, and for a parameter that DeepSpeed ZeRO-3 has partitioned.
+    TypeError
+        ``copies_over`` as a bare string.
     """
     require("torch", extra="torch")
     import torch
     from torch.distributed.tensor import DTensor
 
+    copies_over = names_of(copies_over, "copies_over")
     named = named_tensors(source) if isinstance(source, torch.nn.Module) else source
     plain_claim = replica_claim(plain_ranks) if plain_ranks is not None and len(plain_ranks) > 1 else -1
     found: list[LocalTensor] = []

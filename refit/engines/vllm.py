@@ -28,6 +28,7 @@ from reshard.refit.engines.places import live_spans, places_of, signature_of, to
 from reshard.refit.engines.vllm_cpu import keeps_scales, packs_again
 from reshard.refit.engines.vllm_layout import LoadPlace, load_layout, load_places
 from reshard.refit.errors import RefitError, UnsupportedLoaderError
+from reshard.refit.names import names_of
 from reshard.refit.residency import Span
 from reshard.refit.tensors import SourceTensor
 
@@ -76,7 +77,7 @@ class VllmEngine:
         self._loader: Loader = loader
         self._model_config = model_config
         self._device = device
-        self._allow = tuple(allow_unattributed)
+        self._allow = names_of(allow_unattributed, "allow_unattributed")
         self._places = {p.place.name: p for p in load_places(model)}
         self._shown: dict[str, SourceTensor] = {}
         self._padded: frozenset[str] = frozenset()

@@ -78,6 +78,15 @@ def test_named_modules_are_published_without_the_rest() -> None:
     assert 0 < report.coverage_pct < 100
 
 
+@pytest.mark.parametrize("patterns", [{"only": "visual.*"}, {"without": "visual.*"}])
+def test_a_bare_pattern_is_no_list_of_patterns(patterns: dict[str, str]) -> None:
+    """One of its characters is ``*``: it would take all, or leave all out."""
+    with pytest.raises(TypeError, match=r"did you mean \['visual\.\*'\]"):
+        select([], **patterns)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"did you mean \['tp'\]"):
+        local_tensors({}, copies_over="tp")
+
+
 def test_a_receiver_takes_named_modules_of_all_that_is_published() -> None:
     trainer, engine = build(1), build(2)
     before = values(engine)
