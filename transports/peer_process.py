@@ -161,6 +161,43 @@ class PeerProcess:
         self.close()
 
 
+def kill_a_reader(
+    backend: str,
+    endpoint: bytes,
+    address: int,
+    nbytes: int,
+    after_s: float,
+    *,
+    piece: int = 0,
+    settings: Mapping[str, object] | None = None,
+) -> None:
+    """Have a process read memory of a peer over and over, and kill it in the middle.
+
+    Parameters
+    ----------
+    backend, settings
+        As of `PeerProcess`.
+    endpoint : bytes
+        The peer's message.
+    address, nbytes : int
+        What to read.
+    after_s : float
+        Seconds from its first post to SIGKILL.
+    piece : int
+        Bytes of each run, which do not merge; 0 for one run.
+
+    Raises
+    ------
+    TransportError
+        If the process does not come to read.
+    """
+    with PeerProcess(backend, settings) as reader:
+        arguments = {"endpoint": endpoint.hex(), "address": address, "nbytes": nbytes, "piece": piece or nbytes}
+        reader.ask("read", times=1 << 30, **arguments)
+        time.sleep(after_s)
+        reader.signal(signal.SIGKILL)
+
+
 class _Server:
     """The other side: keeps what it serves by the order of ``serve`` commands."""
 

@@ -25,7 +25,7 @@ from reshard.transports import (
     open_transport,
     read,
 )
-from reshard.transports.peer_process import PeerProcess, pattern
+from reshard.transports.peer_process import PeerProcess, kill_a_reader, pattern
 from reshard.transports.registry import probe
 from reshard.transports.testing import rows
 from reshard.transports.testing.harness import SLACK_S
@@ -148,12 +148,7 @@ def test_a_reader_killed_in_mid_read(reading, path, piece, tmp_path):
         message, address = owner.serve(NBYTES, 1)
         healthy = reading.prepare(*other.serve(NBYTES, 2), "other")
         for round_ in range(2):
-            with PeerProcess("nixl") as victim:
-                pieces = {"nbytes": NBYTES, "piece": piece, "times": 1 << 30}
-                victim.tell("read", endpoint=message.hex(), address=address, **pieces)
-                assert victim.answer() == {"reading": True}
-                time.sleep(0.1)
-                victim.signal(signal.SIGKILL)
+            kill_a_reader("nixl", message, address, NBYTES, 0.1, piece=piece)
             start = time.monotonic()
             try:
                 next_read = reading.prepare(message, address, f"owner-{round_}", piece)

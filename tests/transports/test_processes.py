@@ -144,7 +144,8 @@ def test_what_is_closed_gives_its_pages_back_at_once(backend):
         before = beacon_pages()
         with PeerProcess(backend) as process:
             messages = [read_once(process) for _ in range(3)]
-            assert beacon_pages() == before
+            more = [now - then for now, then in zip(beacon_pages(), before, strict=True)]
+            assert max(more) <= 0, "threads of earlier tests may let go of theirs meanwhile"
             with open_transport(backend) as reader:  # what was published before names a descriptor of nobody
                 for message in messages:
                     with pytest.raises(PeerError):

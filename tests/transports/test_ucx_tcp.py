@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from reshard.transports import PeerError, TransportError, open_transport, read
 from reshard.transports.lists import ConnectedPeer
-from reshard.transports.peer_process import PeerProcess, pattern
+from reshard.transports.peer_process import PeerProcess, kill_a_reader, pattern
 from reshard.transports.testing import rows
 from reshard.transports.testing.harness import resident_bytes
 from reshard.transports.ucx import UcxTransport
@@ -443,11 +443,7 @@ def test_readers_killed_at_random_moments_leave_the_owner_whole(nbytes):
         endpoint, remote = process.serve(72 * MIB, 1)
         target = Target(reader, endpoint, 72 * MIB)
         for _ in range(10):
-            with PeerProcess("ucx", TCP) as victim:
-                victim.tell("read", endpoint=endpoint.hex(), address=remote, nbytes=nbytes, times=100_000)
-                victim.answer()
-                time.sleep(randomly.uniform(0.0, 0.25))
-                victim.signal(signal.SIGKILL)
+            kill_a_reader("ucx", endpoint, remote, nbytes, randomly.uniform(0.0, 0.25), settings=TCP)
             target.read(remote, 72 * MIB)
             assert np.array_equal(target.allocation.array, pattern(72 * MIB, 1))
             target.allocation.array[:] = 0
