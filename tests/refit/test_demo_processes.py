@@ -117,7 +117,7 @@ def test_long_messages_and_double_names_are_refused(supervisor: Supervisor) -> N
 
 
 def test_closing_ends_obedient_and_hanging_children(tmp_path: Path) -> None:
-    with Supervisor((), tmp_path, environment=ENVIRONMENT, grace_s=0.1, stop_grace_s=0.5) as supervisor:
+    with Supervisor((), tmp_path, environment=ENVIRONMENT, grace_s=0.1, stop_grace_s=4.0) as supervisor:
         children = two(supervisor)
         with pytest.raises(ChildrenFailed):
             supervisor.ask(children[:1], {"do": "hang"}, timeout_s=0.1)

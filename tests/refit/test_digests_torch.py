@@ -69,7 +69,7 @@ def test_triton_equals_numpy_under_its_interpreter() -> None:
         env=env,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=110,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -45,7 +45,7 @@ def run(
             )
             for rank in range(world)
         ]
-        supervisor.wait(ranks, timeout_s=50)
+        supervisor.wait(ranks, timeout_s=110)
     full: dict[str, torch.Tensor] = {}
     counts: dict[str, torch.Tensor] = {}
     logits, outputs = None, {}

@@ -25,4 +25,4 @@ def test_public_names_need_numpy_alone() -> None:
         "heavy = {'torch', 'grpc', 'nixl', 'redis', 'prometheus_client', 'triton'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=110)

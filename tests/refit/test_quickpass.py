@@ -193,6 +193,6 @@ for t in threads: t.start()
 for t in threads: t.join()
 assert None not in found and len(set(map(id, found))) == 1, found
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     assert not done.stderr

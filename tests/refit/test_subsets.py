@@ -173,7 +173,7 @@ def test_an_adapter_is_merged_into_the_shards_of_fsdp2(tmp_path: Path) -> None:
             supervisor.start(f"rank-{rank}", "tests.refit.peft_workers:run_rank", {"rank": rank} | arguments)
             for rank in range(2)
         ]
-        answers = supervisor.wait(ranks, timeout_s=50)
+        answers = supervisor.wait(ranks, timeout_s=110)
     names = sorted(name for name in build(1).state_dict())
     assert [answer["names"] for answer in answers.values()] == [names, names]
 

@@ -168,12 +168,12 @@ class Hosts:
                 name = f"{module.rpartition('.')[2]}-{next(self._numbers)}"
                 made.append(idle.pop() if idle else Child(module, self._folder, name, env))
             for child in made:
-                child.accept(180)
+                child.accept(300)
             for child, (_, arguments) in zip(made, wanted, strict=True):
                 child.post("begin", arguments=arguments)
             for child in made:
                 try:
-                    child.result(180)
+                    child.result(300)
                 except ChildError as error:
                     error.add_note(child.tail())
                     raise

@@ -141,7 +141,7 @@ class Site:
             made.append(Child(module, self.folder, name, env, str(path)))
             self.children.append(made[-1])
         for child in made:
-            child.accept(180)
+            child.accept(300)
         return made
 
 

@@ -47,7 +47,7 @@ def captured(folder: Path, config: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_capture_of_a_30b_shaped_qwen3_moe_is_complete(tmp_path: Path) -> None:
     config = config_of("qwen3_moe", **{name: value for name, value in QWEN3_30B.items() if name != "model_type"})
     found = captured(tmp_path, config)

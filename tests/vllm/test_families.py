@@ -55,7 +55,7 @@ def engines(
             site.close()
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("n_trainers", [2, 4])
 def test_each_refit_is_its_checkpoint(engines: Engines, n_trainers: int) -> None:
     """Three refits in a row with optimizer steps between; tokens and every byte that serves are compared at each."""
@@ -92,7 +92,7 @@ def different(got: list[dict[str, str]], expected: list[dict[str, str]]) -> list
     ]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", NOT_ON_CPUS)
 def test_families_whose_tokens_are_not_compared_cannot_run_here(site: Site, family: str) -> None:
     trainers = site.trainers(family, n=1)

@@ -15,7 +15,7 @@ from reshard.refit.errors import RefitError
 PROMPTS = [[1, 2, 3, 5, 8, 13], [508, 7, 412]]
 N_TOKENS = 16
 LLM = {"max_model_len": 64, "kv_cache_memory_bytes": 64 << 20}
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 class ChildClient:

@@ -24,7 +24,7 @@ OPTIONS = (
     *("--weight-transfer-config", '{"backend":"reshard"}'),
 )
 LLM = {"max_model_len": 64, "kv_cache_memory_bytes": 64 << 20}
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 @dataclass

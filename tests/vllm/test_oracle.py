@@ -92,7 +92,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     return {line["name"]: line for line in lines}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_captured_is_what_the_loader_does(found: dict[str, dict[str, Any]], name: str) -> None:
     case = found[name]

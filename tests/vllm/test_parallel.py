@@ -25,7 +25,7 @@ PROMPTS = [[1, 2, 3, 5, 8, 13], [508, 7, 412]]
 N_TOKENS = 16
 LLM = {"max_model_len": 64, "kv_cache_memory_bytes": 64 << 20}
 ENV = VLLM_ENV | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 
 class Parallel:

@@ -52,7 +52,7 @@ def checkpoint(folder: Path, kind: str, seed: int) -> dict[str, Any]:
     return tensors
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", SCHEMES)
 def test_quantised_weights_with_scales_are_refitted(site: Site, kind: str) -> None:
     from reshard.refit.publisher import Publisher
@@ -89,7 +89,7 @@ def test_quantised_weights_with_scales_are_refitted(site: Site, kind: str) -> No
         assert said[step] == site.answer_of(site.folder / f"step-{step}"), f"step {step}"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_weights_that_vllm_quantises_itself_are_refitted(site: Site) -> None:
     """bfloat16 from the trainer, int8 in the engine: each install quantises anew."""
     online = {"quantization": "int8_per_channel_weight_only"}

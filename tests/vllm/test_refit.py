@@ -23,7 +23,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_wrong_model_is_refused_and_the_engine_goes_on(site: Site) -> None:
     """The wrong trainer has hung up by then: whoever read a byte of it, or only connected, would fail otherwise."""
     right = site.trainers("qwen3_moe", n=1)
@@ -46,7 +46,7 @@ def test_a_wrong_model_is_refused_and_the_engine_goes_on(site: Site) -> None:
     assert answer(engine) == site.answer_of(save(site, right, "step-1")) != before
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_trainer_side_drives_a_whole_update(site: Site) -> None:
     """`send_weights` through vLLM's trainer factory: a sharded source, and any `WeightSource`. Over NIXL."""
     trainers = site.trainers("llama", n=1)
@@ -61,7 +61,7 @@ def test_the_trainer_side_drives_a_whole_update(site: Site) -> None:
     assert said == site.answer_of(folder)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_an_install_that_fails_leaves_the_kernel_tensors_in_place_and_is_mended(site: Site) -> None:
     trainers = site.trainers("qwen3_moe", n=1)
     engine = site.engine(save(site, trainers, "initial"), refits=True)

@@ -19,7 +19,7 @@ N_TOKENS = 160
 N_BEFORE = 40
 PROMPTS = {"long": [*range(100, 170)], "short": [5, 6, 7]}
 LLM = {"max_model_len": 512, "kv_cache_memory_bytes": 64 << 20}
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 @dataclass
