@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from reshard.refit.assembling import put_together
 from reshard.refit.cells import CellGrid, row_box, row_pattern
-from reshard.refit.shares import STAGING, Block, Cells, Check, Landing, Share, put_together
+from reshard.refit.shares import STAGING, Block, Cells, Check, Landing, Share
 
 if TYPE_CHECKING:
     from reshard.planner import Plan, ShardPart

@@ -15,6 +15,7 @@ from typing import Generic, Protocol, TypeVar
 from reshard.planner.cuts import Cuts
 from reshard.planner.shards import ShardPart
 from reshard.rendezvous import limits
+from reshard.rendezvous.blobs import canonical_bytes, geometries_of, names_of, parse_content, part_of, tensors_of
 from reshard.rendezvous.converts import (
     cuts_from_message,
     geometries_from_message,
@@ -27,7 +28,7 @@ from reshard.rendezvous.lru import Lru
 from reshard.rendezvous.optional import protobuf, tables_pb
 from reshard.rendezvous.store import BLOB_IDLE_S, Store
 
-__all__ = ["BlobCatalog", "Catalog", "ObjectCatalog", "parse_content"]
+__all__ = ["BlobCatalog", "Catalog", "ObjectCatalog"]
 
 M = TypeVar("M", bound="protobuf.Message")
 V = TypeVar("V")
@@ -182,8 +183,8 @@ class BlobCatalog(_Names):
     def __init__(self, store: Store) -> None:
         super().__init__()
         self._store = store
-        self._tensors = _Dictionaries(_tensors, lambda message: message.n_tensors, tensors_from_message)
-        self._geometries = _Dictionaries(_geometries, lambda message: message.n_geometries, geometries_from_message)
+        self._tensors = _Dictionaries(tensors_of, lambda message: message.n_tensors, tensors_from_message)
+        self._geometries = _Dictionaries(geometries_of, lambda message: message.n_geometries, geometries_from_message)
         self._of_dict: Lru[bytes, frozenset[str]] = Lru(1024)
         self._large = asyncio.Lock()
         self._heads: Lru[bytes, tuple[int, bytes, bytes]] = Lru(4096)  # part: rows, tensors, geometries
@@ -222,12 +223,12 @@ class BlobCatalog(_Names):
         geometries = await self._put_dictionary(self._geometries, geometries_digest, contents)
         if missing or part_digest not in contents or tensors is None or geometries is None:
             return missing
-        message = _part(contents[part_digest])
+        message = part_of(contents[part_digest])
         if (message.tensors_digest, message.geometries_digest) != (tensors_digest, geometries_digest):
             raise InvalidRequestError("part.tensors_digest", "the part names other dictionaries than its header")
         dicts = (tensors, geometries)
         part = await self._decode(message.n_rows, lambda: part_from_message(message, *dicts, part_digest))
-        await self._store.put_blob(part_digest, _canonical(message))
+        await self._store.put_blob(part_digest, canonical_bytes(message))
         self._heads.put(part_digest, (len(part), tensors_digest, geometries_digest))
         return []
 
@@ -243,7 +244,7 @@ class BlobCatalog(_Names):
         if blob is None:
             return None
         message = kind.parse(blob)
-        content = _canonical(message)
+        content = canonical_bytes(message)
         if known is not None and content == stored:
             return known  # many ranks send at once what each was told is missing
         dictionary = await self._decode(kind.n_rows(message), lambda: kind.build(message, digest))
@@ -256,9 +257,9 @@ class BlobCatalog(_Names):
         """Check and keep a set of names."""
         if not await self.missing([digest]):
             return
-        message = _names(blob)
+        message = names_of(blob)
         self._of_set.put(digest, names_from_message(message, digest))
-        await self._store.put_blob(digest, _canonical(message))
+        await self._store.put_blob(digest, canonical_bytes(message))
 
     async def put_cuts(self, digest: bytes, blob: bytes) -> None:
         """Check and keep a receiver's cuts; with no bytes, only see that they are here."""
@@ -269,7 +270,7 @@ class BlobCatalog(_Names):
         message = tables_pb.CutTable()
         parse_content("cuts", message, blob)
         cuts_from_message(message, digest)
-        await self._store.put_blob(digest, _canonical(message))
+        await self._store.put_blob(digest, canonical_bytes(message))
 
     async def head(self, part_digest: bytes) -> tuple[int, bytes, bytes] | None:
         """Return a part's number of rows and the digests of its two dictionaries; None if it is not here."""
@@ -279,7 +280,7 @@ class BlobCatalog(_Names):
         blob = await self._store.get_blob(part_digest)
         if blob is None:
             return None
-        message = _part(blob)
+        message = part_of(blob)
         head = (message.n_rows, message.tensors_digest, message.geometries_digest)
         self._heads.put(part_digest, head)
         return head
@@ -305,7 +306,7 @@ class BlobCatalog(_Names):
             self._of_table.put(table, names)
         for digest in name_sets:
             if self._of_set.get(digest) is None:
-                self._of_set.put(digest, names_from_message(_names(await self.get(digest)), digest))
+                self._of_set.put(digest, names_from_message(names_of(await self.get(digest)), digest))
 
     async def sweep(self, tables: Iterable[bytes], others: Iterable[bytes]) -> None:
         """Forget content long unused, but for `tables` with their dictionaries, and `others`."""
@@ -315,43 +316,3 @@ class BlobCatalog(_Names):
             keep.add(table)
             keep.update(head[1:] if head is not None else ())
         await self._store.sweep_blobs(keep)
-
-
-def parse_content(field: str, message: protobuf.Message, blob: bytes) -> None:
-    """Parse bytes into a message, or raise InvalidRequestError naming it."""
-    try:
-        message.ParseFromString(blob)
-    except protobuf.DecodeError:
-        raise InvalidRequestError(field, f"these {len(blob)} bytes are no {message.DESCRIPTOR.name}") from None
-
-
-def _part(blob: bytes) -> tables_pb.ShardPart:
-    message = tables_pb.ShardPart()
-    parse_content("part", message, blob)
-    limits.check_digest("part.tensors_digest", message.tensors_digest)
-    limits.check_digest("part.geometries_digest", message.geometries_digest)
-    return message
-
-
-def _tensors(blob: bytes) -> tables_pb.TensorDict:
-    message = tables_pb.TensorDict()
-    parse_content("tensors", message, blob)
-    return message
-
-
-def _geometries(blob: bytes) -> tables_pb.GeometryDict:
-    message = tables_pb.GeometryDict()
-    parse_content("geometries", message, blob)
-    return message
-
-
-def _names(blob: bytes) -> tables_pb.NameSet:
-    message = tables_pb.NameSet()
-    parse_content("names", message, blob)
-    return message
-
-
-def _canonical(message: protobuf.Message) -> bytes:
-    """Bytes of the message without fields that this version does not know."""
-    message.DiscardUnknownFields()  # type: ignore[no-untyped-call, unused-ignore]
-    return message.SerializeToString(deterministic=True)

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from reshard.rendezvous.catalog import parse_content
+from reshard.rendezvous.blobs import parse_content
 from reshard.rendezvous.errors import RendezvousError, RendezvousUnavailableError
 from reshard.rendezvous.faults import DETAIL_KEY, status_of, to_detail, to_details
 from reshard.rendezvous.handlers import Handlers

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import cast
 
-from reshard.rendezvous.catalog import parse_content
+from reshard.rendezvous.blobs import parse_content
 from reshard.rendezvous.errors import (
     AbortedError,
     AuthenticationError,

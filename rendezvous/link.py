@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from reshard.planner.errors import require
 from reshard.rendezvous import limits
-from reshard.rendezvous.catalog import parse_content
+from reshard.rendezvous.blobs import parse_content
 from reshard.rendezvous.errors import (
     InvalidRequestError,
     RendezvousError,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from reshard.planner.cuts import Cuts
 from reshard.planner.shards import ShardPart
 from reshard.rendezvous import limits
-from reshard.rendezvous.catalog import parse_content
+from reshard.rendezvous.blobs import parse_content
 from reshard.rendezvous.converts import cuts_from_message, cuts_to_message, names_digest, names_to_message
 from reshard.rendezvous.errors import InvalidRequestError, RendezvousError, StaleError
 from reshard.rendezvous.flights import Flights

@@ -15,7 +15,7 @@ from reshard.planner.cuts import Cuts
 from reshard.planner.dictionaries import TensorDict
 from reshard.planner.geometries import GeometryDict
 from reshard.planner.shards import ShardPart
-from reshard.rendezvous.catalog import parse_content
+from reshard.rendezvous.blobs import parse_content
 from reshard.rendezvous.converts import (
     geometries_from_message,
     geometries_to_message,
