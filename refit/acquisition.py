@@ -3,7 +3,7 @@
 1. `Acquisition.obtain`, before the vote: plan, connect and allocate what is not there yet. In ``shadow`` mode then
    read and verify everything, and run the loader on what it computes with; in ``stream`` mode read the holders'
    headers and pause the engine.
-2. `Acquisition.read_part`, in ``stream`` mode and after COMMIT: read and verify one part.
+2. `Acquisition.read_section`, in ``stream`` mode and after COMMIT: read and verify one section.
 
 Holders that fail on the way are gone without (`reshard.refit.detour`).
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from reshard.refit.checks import Checks
     from reshard.refit.reader import Reader
     from reshard.refit.receiver import Receiver
-    from reshard.refit.streaming import StreamPart
+    from reshard.refit.streaming import StreamSection
 
 __all__ = ["Acquisition"]
 
@@ -90,7 +90,7 @@ class Acquisition:
                 r.bench.require_trusted(planned, quarantined=r.state == "quarantined")
                 # Whether cells are verified while more is read, as `read_plan` decides it.
                 batched = r.verify != "off" and not self._sentinel
-                r.bench.probe_parts(manifest, deadline, batched=batched, stall_s=r.stall_s)
+                r.bench.probe_sections(manifest, deadline, batched=batched, stall_s=r.stall_s)
                 r.bench.pause_engine()
             return planned
 
@@ -98,26 +98,26 @@ class Acquisition:
         self._machine.advance(RefitStage.LOADED)
         return planned
 
-    def read_part(self, part: StreamPart, seeded: Sequence[str], deadline: Deadline) -> StreamPart:
-        """Read one part, from replicas where its holders fail; nothing live is touched by it.
+    def read_section(self, section: StreamSection, seeded: Sequence[str], deadline: Deadline) -> StreamSection:
+        """Read one section, from replicas where its holders fail; nothing live is touched by it.
 
         Returns
         -------
-        StreamPart
-            The part, or the one that took its place; its buffers hold the version.
+        StreamSection
+            The section, or the one that took its place; its buffers hold the version.
         """
         r = self._receiver
-        earlier_parts = replace(self._account.loaded)
+        earlier_sections = replace(self._account.loaded)
 
-        def step() -> StreamPart:
-            self._account.loaded.keep_only(earlier_parts)
-            now = r.bench.part_without(part, self._account.without, self._found.manifest, deadline)
+        def step() -> StreamSection:
+            self._account.loaded.keep_only(earlier_sections)
+            now = r.bench.section_without(section, self._account.without, self._found.manifest, deadline)
             self._read(now.reader, now.plan, now.checks, seeded, deadline)
             return now
 
         if self._sentinel:
-            fill_sentinel(r.reader.device, part.buffers)
-        part.seed(r.bench.stream_engine())
+            fill_sentinel(r.reader.device, section.buffers)
+        section.seed(r.bench.stream_engine())
         return self._detour.run(step, deadline)
 
     def _prepare(self, deadline: Deadline) -> Planned:
@@ -146,14 +146,14 @@ class Acquisition:
             return
         if r.verify != "full":
             raise UnverifiedError(f"require_verified needs verify='full', got {r.verify!r}: {version} was not read")
-        for part in r.bench.stream_parts() if r.install_mode == "stream" else ():
-            bare = [h.name for h in part.plan.holders if not self._found.manifest.slot(h.name).digest_root]
-            cells = part.checks.partial if part.checks is not None else ()
-            if part.checks is not None and (bare or cells):
+        for section in r.bench.stream_sections() if r.install_mode == "stream" else ():
+            bare = [h.name for h in section.plan.holders if not self._found.manifest.slot(h.name).digest_root]
+            cells = section.checks.partial if section.checks is not None else ()
+            if section.checks is not None and (bare or cells):
                 why = (
                     f"holder {bare[0]!r} published no digests"
                     if bare
-                    else (f"{len(cells)} cells would be read in part: {part.checks.describe(*cells[0])}")
+                    else (f"{len(cells)} cells would be read in part: {section.checks.describe(*cells[0])}")
                 )
                 raise UnverifiedError(
                     f"{version} cannot be verified while it is streamed in, {why}; give the publisher this "

@@ -4,7 +4,7 @@
     the vote          an answer that is lost leaves the rank IN_DOUBT: it asks until it learns
     after COMMIT      install, check, report: a failure, here or on another rank, ends in QUARANTINED
 
-In ``stream`` mode nothing is read before the vote: yes means planned, connected and paused, and each part is read,
+In ``stream`` mode nothing is read before the vote: yes means planned, connected and paused, and each section is read,
 verified and written into the live weights after COMMIT, under the same lease.
 """
 
@@ -246,10 +246,10 @@ class Attempt:
         self._finish(found, outcome)
 
     def _stream(self, found: Discovery, getting: Acquisition, planned: Planned) -> None:
-        """Read, verify and write part after part, under the lease."""
+        """Read, verify and write section after section, under the lease."""
         r = self._receiver
-        for part in r.bench.stream_parts():
-            read = getting.read_part(part, planned.seeded, self._deadline)
+        for section in r.bench.stream_sections():
+            read = getting.read_section(section, planned.seeded, self._deadline)
             self._account.clock.enter("install")
             read.write(r.bench.stream_engine())
         self._release()

@@ -1,10 +1,10 @@
-"""Refit in place, part by part, for ranks without room for a second copy of their weights.
+"""Refit in place, section by section, for ranks without room for a second copy of their weights.
 
-1. The plan's destination buffers are packed, in order, into parts of at most the budget; parameters that the loader
-   computes, with the sources it needs, are one part at the end.
-2. Each part is a plan of its own over the same sources, read into one small arena, verified there, and only then
+1. The plan's destination buffers are packed, in order, into sections of at most the budget; parameters that the loader
+   computes, with the sources it needs, are one section at the end.
+2. Each section is a plan of its own over the same sources, read into one small arena, verified there, and only then
    written into the live weights.
-3. All parts share one arena and one staging, allocated once: what streaming takes beyond the engine is these two.
+3. All sections share one arena and one staging, allocated once: what streaming takes beyond the engine is these two.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from reshard.refit.links import Links
     from reshard.transports import Transport
 
-__all__ = ["StreamPart", "Streamer", "arena_bytes", "pack_parts"]
+__all__ = ["StreamSection", "Streamer", "arena_bytes", "pack_sections"]
 
 
-def pack_parts(planned: Planned, budget_bytes: int) -> list[list[str]]:
-    """Buffers of each part, in order.
+def pack_sections(planned: Planned, budget_bytes: int) -> list[list[str]]:
+    """Buffers of each section, in order.
 
     Raises
     ------
@@ -43,7 +43,7 @@ def pack_parts(planned: Planned, budget_bytes: int) -> list[list[str]]:
     """
     sizes = dict(zip(planned.plan.buffers.names_list, planned.plan.buffer_bytes.tolist(), strict=True))
     computed = {*planned.captured.loader_buffers, *planned.materialised_buffers}
-    parts: list[list[str]] = []
+    sections: list[list[str]] = []
     used = budget_bytes + 1
     for name, size in sizes.items():
         if name in computed:
@@ -54,9 +54,9 @@ def pack_parts(planned: Planned, budget_bytes: int) -> list[list[str]]:
                 f"parameter {name!r} takes {size} bytes, the stream budget is {budget_bytes} bytes (stream_bytes)"
             )
         if used + room > budget_bytes:
-            parts.append([])
+            sections.append([])
             used = 0
-        parts[-1].append(name)
+        sections[-1].append(name)
         used += room
     last = [name for name in sizes if name in computed]
     if last:
@@ -66,8 +66,8 @@ def pack_parts(planned: Planned, budget_bytes: int) -> list[list[str]]:
                 f"the loader computes {planned.captured.loader_buffers[0]!r} and others from {room} bytes at once, the "
                 f"stream budget is {budget_bytes} bytes (stream_bytes)"
             )
-        parts.append(last)
-    return parts
+        sections.append(last)
+    return sections
 
 
 def arena_bytes(planned: Planned, budget_bytes: int) -> int:
@@ -76,13 +76,13 @@ def arena_bytes(planned: Planned, budget_bytes: int) -> int:
     computed = {*planned.captured.loader_buffers, *planned.materialised_buffers}
     least = max((aligned(n) for name, n in sizes.items() if name not in computed), default=0)
     least = max(least, extent_bytes(n for name, n in sizes.items() if name in computed))
-    parts = pack_parts(planned, max(budget_bytes, least))
-    return max((extent_bytes(sizes[n] for n in part) for part in parts), default=0)
+    sections = pack_sections(planned, max(budget_bytes, least))
+    return max((extent_bytes(sizes[n] for n in section) for section in sections), default=0)
 
 
 @dataclass(slots=True, eq=False)
-class StreamPart:
-    """One part: its plan, its reader, and what it writes."""
+class StreamSection:
+    """One section: its plan, its reader, and what it writes."""
 
     plan: Plan
     checks: Checks | None
@@ -97,7 +97,7 @@ class StreamPart:
                 engine.read_live(name, self.buffers[name])
 
     def write(self, engine: StreamEngine) -> None:
-        """Write the part into the engine's live weights, running the loader first where it computes them."""
+        """Write the section into the engine's live weights, running the loader first where it computes them."""
         loaded = [n for n in self.planned.captured.loader_buffers if n in self.buffers]
         if loaded:
             sources = {n.removeprefix(MATERIALISED): b for n, b in self.buffers.items() if n.startswith(MATERIALISED)}
@@ -106,7 +106,7 @@ class StreamPart:
 
 
 class Streamer:
-    """The parts of one plan, with one arena for all of them.
+    """The sections of one plan, with one arena for all of them.
 
     Parameters
     ----------
@@ -116,7 +116,7 @@ class Streamer:
     Attributes
     ----------
     arena_bytes, staging_bytes
-        What is allocated for all parts together, holders' headers and digests apart.
+        What is allocated for all sections together, holders' headers and digests apart.
     """
 
     def __init__(
@@ -131,14 +131,14 @@ class Streamer:
         )
         made = planned.plan
         sizes = dict(zip(made.buffers.names_list, made.buffer_bytes.tolist(), strict=True))
-        names = pack_parts(planned, budget_bytes)
-        self.arena_bytes = max((extent_bytes(sizes[n] for n in part) for part in names), default=0)
-        self._parts: list[StreamPart] = []
+        names = pack_sections(planned, budget_bytes)
+        self.arena_bytes = max((extent_bytes(sizes[n] for n in section) for section in names), default=0)
+        self._sections: list[StreamSection] = []
         index = {name: i for i, name in enumerate(made.buffers.names_list)}
         plans: list[Plan] = []
-        for part in names:
-            wanted = np.isin(made.reads.buffer_id, [index[n] for n in part])
-            reads = with_buffers(made.reads.take(np.flatnonzero(wanted)), [index[n] for n in part])
+        for section in names:
+            wanted = np.isin(made.reads.buffer_id, [index[n] for n in section])
+            reads = with_buffers(made.reads.take(np.flatnonzero(wanted)), [index[n] for n in section])
             plans.append(plan(made.sources, reads, made.options))
         self.staging_bytes = max((p.staging_bytes for p in plans), default=0)
         self._staging: Arena | None = None
@@ -146,13 +146,13 @@ class Streamer:
         try:
             if self.staging_bytes:
                 self._staging = self._make("staging", self.staging_bytes)
-            for part, one in zip(names, plans, strict=True):
+            for section, one in zip(names, plans, strict=True):
                 at = 0
                 views: dict[str, Memory] = {}
-                for name in part:
+                for name in section:
                     views[name] = self._arena.memory[at : at + sizes[name]]
                     at += aligned(sizes[name])
-                self._parts.append(self._part(one, views))
+                self._sections.append(self._section(one, views))
         except BaseException:
             self.close()
             raise
@@ -168,8 +168,8 @@ class Streamer:
         self._reader.arenas.new_registrations += 1
         return made
 
-    def _part(self, made: Plan, views: Mapping[str, Memory]) -> StreamPart:
-        """A part that reads ``made`` into its share of the arena."""
+    def _section(self, made: Plan, views: Mapping[str, Memory]) -> StreamSection:
+        """A section that reads ``made`` into its share of the arena."""
         checks = build_checks(made) if self._verify != "off" else None
         own = Reader(
             self._transport,
@@ -186,32 +186,32 @@ class Streamer:
             own.release()
             raise
         self._reader.arenas.new_registrations += own.arenas.new_registrations
-        return StreamPart(made, checks, own, views, self._planned)
+        return StreamSection(made, checks, own, views, self._planned)
 
-    def replace(self, part: StreamPart, lost: frozenset[str]) -> StreamPart:
-        """Plan a part anew without ``lost`` holders; it takes the other one's place, and its memory.
+    def replace(self, section: StreamSection, lost: frozenset[str]) -> StreamSection:
+        """Plan a section anew without ``lost`` holders; it takes the other one's place, and its memory.
 
         Raises
         ------
         CoverageError
-            What no other holder has; the part stays as it was.
+            What no other holder has; the section stays as it was.
         """
-        sources = part.plan.sources
+        sources = section.plan.sources
         left = sources.replace(removed=[name for name in sorted(lost) if name in sources.by_name])
-        made = self._part(plan(left, part.plan.reads, part.plan.options), part.buffers)
-        part.reader.release()
-        self._parts[self._parts.index(part)] = made
+        made = self._section(plan(left, section.plan.reads, section.plan.options), section.buffers)
+        section.reader.release()
+        self._sections[self._sections.index(section)] = made
         return made
 
-    def parts(self) -> Sequence[StreamPart]:
-        """All parts, in order."""
-        return tuple(self._parts)
+    def sections(self) -> Sequence[StreamSection]:
+        """All sections, in order."""
+        return tuple(self._sections)
 
     def close(self) -> None:
         """Free lists and memory."""
-        for part in self._parts:
-            part.reader.release()
-        self._parts = []
+        for section in self._sections:
+            section.reader.release()
+        self._sections = []
         for arena in (self._arena, self._staging):
             if arena is not None:
                 arena.close()

@@ -25,7 +25,7 @@ from reshard.refit.rechecking import TrustedDigests, keep_digests
 from reshard.refit.records import DiscoveryRecord, emit
 from reshard.refit.report import MemoryLedger
 from reshard.refit.residency import LiveWeights
-from reshard.refit.streaming import Streamer, StreamPart, arena_bytes
+from reshard.refit.streaming import Streamer, StreamSection, arena_bytes
 from reshard.refit.trust import require_trusted
 from reshard.refit.verify import Mode
 from reshard.rendezvous.errors import RendezvousError
@@ -182,7 +182,9 @@ class Workbench:
                 verify=self.settings.verify,
                 reader=self.reader,
             )
-            warn_of_partial(self._whose, [(p.plan, p.checks) for p in self._streamer.parts() if p.checks is not None])
+            warn_of_partial(
+                self._whose, [(p.plan, p.checks) for p in self._streamer.sections() if p.checks is not None]
+            )
 
     def drop(self, names: frozenset[str], left_s: float) -> None:
         """Release failed peers; wait until no late write of theirs can land, or give up the memory it may hit.
@@ -207,8 +209,8 @@ class Workbench:
     def forget_lists(self) -> None:
         """Free all prepared lists; what is in flight of them is ended, or its memory quarantined."""
         self.reader.forget_lists()
-        for part in self._streamer.parts() if self._streamer is not None else ():
-            part.reader.forget_lists()
+        for section in self._streamer.sections() if self._streamer is not None else ():
+            section.reader.forget_lists()
 
     def _in_doubt(self) -> bool:
         """Whether memory that is in use here may still be written late."""
@@ -243,28 +245,28 @@ class Workbench:
             names = self.planned.plan.buffers.names_list
             self.trusted = keep_digests(self.checks, names, manifest, self.reader.arenas.digests)
 
-    def stream_parts(self) -> Sequence[StreamPart]:
-        """The parts to be streamed into the paused engine."""
+    def stream_sections(self) -> Sequence[StreamSection]:
+        """The sections to be streamed into the paused engine."""
         self._require_same_memory()
         if self._streamer is None:
             raise RefitError("nothing was allocated for streaming")
-        return self._streamer.parts()
+        return self._streamer.sections()
 
-    def probe_parts(self, manifest: Manifest, deadline: Deadline, *, batched: bool, stall_s: float | None) -> None:
-        """Whether the holder of each part is there and holds the version, as far as that can be known before the vote.
+    def probe_sections(self, manifest: Manifest, deadline: Deadline, *, batched: bool, stall_s: float | None) -> None:
+        """Whether the holder of each section is there and holds the version, as far as that can be known before the vote.
 
         Raises
         ------
         TransportError, TornReadError
             As `reshard.refit.reader.Reader.probe`.
         """
-        for part in self._streamer.parts() if self._streamer is not None else ():
-            part.reader.probe(manifest, part.checks if batched else None, deadline, stall_s)
+        for section in self._streamer.sections() if self._streamer is not None else ():
+            section.reader.probe(manifest, section.checks if batched else None, deadline, stall_s)
 
-    def part_without(
-        self, part: StreamPart, lost: frozenset[str], manifest: Manifest, deadline: Deadline
-    ) -> StreamPart:
-        """The part itself, or one that reads the same from other holders than ``lost`` ones, which are connected.
+    def section_without(
+        self, section: StreamSection, lost: frozenset[str], manifest: Manifest, deadline: Deadline
+    ) -> StreamSection:
+        """The section itself, or one that reads the same from other holders than ``lost`` ones, which are connected.
 
         Raises
         ------
@@ -275,9 +277,9 @@ class Workbench:
         """
         if self._streamer is None:
             raise TransferTimeoutError("the arena to stream through is in doubt: a late read may still write into it")
-        if not lost & {h.name for h in part.plan.holders}:
-            return part
-        other = self._streamer.replace(part, lost)
+        if not lost & {h.name for h in section.plan.holders}:
+            return section
+        other = self._streamer.replace(section, lost)
         self.reader.links.ensure([manifest.slot(h.name) for h in other.plan.holders], deadline, exact=False)
         return other
 
