@@ -253,7 +253,7 @@ class Workbench:
         return self._streamer.sections()
 
     def probe_sections(self, manifest: Manifest, deadline: Deadline, *, batched: bool, stall_s: float | None) -> None:
-        """Whether the holder of each section is there and holds the version, as far as that can be known before the vote.
+        """Whether each section's holder is there and holds the version, as far as that can be known before the vote.
 
         Raises
         ------
