@@ -2,11 +2,13 @@
 
 The module has no loader of its own, so a plain one is used: each published tensor is copied into the parameter or
 buffer of the same (possibly renamed) name; tensors with no such parameter are left for other ranks of the group,
-whose vote covers all names together.
+whose vote covers all names together. Of two tensors for one parameter (tied weights, published by both names) the later
+one is read and the other is not; a line says so, since nobody can tell here that they are equal.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -15,6 +17,8 @@ from reshard.refit.engines.loader import LoaderEngine
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["TorchModuleEngine"]
 
@@ -56,11 +60,21 @@ class TorchModuleEngine(LoaderEngine):
             **dict(self.model.named_parameters(remove_duplicate=False)),
             **dict(self.model.named_buffers(remove_duplicate=False)),
         }
+        filled: dict[int, str] = {}
         for published, value in weights:
             name = self._name(published)
             target = targets.get(name) if name is not None else None
             if target is None:
                 continue
+            if (before := filled.get(id(target))) is not None:
+                logger.warning(
+                    "published tensors %r and %r both fill parameter %r: the latter is read, the former is not; they "
+                    "must be equal (tied weights), which the trainer can declare with aliases=",
+                    before,
+                    published,
+                    name,
+                )
+            filled[id(target)] = published
             if tuple(target.shape) != tuple(value.shape):
                 raise TableError(
                     f"published tensor {published!r} has shape {tuple(value.shape)}, parameter {name!r} has "

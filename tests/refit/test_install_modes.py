@@ -440,6 +440,21 @@ def test_tied_heads() -> None:
         assert apart.head.tolist() == source["embed"].tolist()
 
 
+def test_two_tensors_for_one_tied_parameter_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    """The later one is read, as a loader's last write stands; that the other is not does not pass in silence."""
+    module = torch.nn.Module()
+    module.embed = module.head = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+    sources = {"embed": np.ones(2, np.float32), "head": np.full(2, 2, np.float32)}
+    with Cluster(1, engines=[TorchModuleEngine(module)]) as cluster:
+        tensors = local_tensors(sources)
+        cluster.publishers[0].publish(epoch=0, step=0, tensors=tensors, timeout_s=TIMEOUT_S)
+        cluster.refit_ok(0)
+        assert module.embed.tolist() == [2, 2]
+    said = [record.getMessage() for record in caplog.records if "both fill" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("published tensors 'embed' and 'head' both fill parameter 'head'")
+
+
 def test_an_alias_is_one_pull_and_checked_where_both_are_published() -> None:
     """N9: declared and missing; declared and equal; declared and different."""
     source = {"embed": np.arange(8, dtype=np.float32).reshape(4, 2)}
