@@ -240,13 +240,14 @@ def test_views_are_not_copies_and_claims_are_the_callers() -> None:
 
 
 def test_data_parallel_ranks_publish_and_an_engine_takes_it() -> None:
-    """TP2 x PP2 x DP2 with experts over the tensor ranks: claimed copies are replicas, and are compared."""
+    """TP2 x PP2 x DP2, experts over all ranks of a stage: claimed copies are replicas, and are compared."""
     full = full_tensors(MOE)
     held: list[list[LocalTensor]] = []
     for replica in range(2):
         for i, (place, layers) in enumerate(ranks(2, 2, 2)):
             of_stage = [2 * (i // 2) + j for j in (0, 1, 4, 5)]
-            rank = replace(place, copies={"sharded": (i, i + 4), "expert": (i, i + 4), "replicated": of_stage})
+            rank = replace(place, expert=2 * replica + place.tensor, experts=4)
+            rank = replace(rank, copies={"sharded": (i, i + 4), "expert": (i + 4 * replica,), "replicated": of_stage})
             local = shard(full, MOE, rank, layers, stacked=False)
             own = {name: array.copy() for name, array in local.items()} if replica else local
             held.append(megatron.local_tensors(own, MOE, rank))
