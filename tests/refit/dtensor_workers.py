@@ -42,6 +42,7 @@ def run_rank(channel: Channel, *, rank: int, world: int, store: str, meshes: lis
                     check(parameter, full.detach(), members, copies_over)
                     n_checked += 1
             refuses_partial(mesh)
+            refuses_other_shapes(mesh)
             if mesh.get_coordinate() is not None:
                 whole_module(mesh)
         channel.send({"answer": {"n_checked": n_checked}})
@@ -161,6 +162,17 @@ def refuses_partial(mesh: DeviceMesh) -> None:
     summands = DTensor.from_local(torch.ones(4), mesh, [Partial()] * mesh.ndim)
     with pytest.raises(TableError, match="summands"):
         local_tensors({"sum": summands})
+
+
+def refuses_other_shapes(mesh: DeviceMesh) -> None:
+    """Uneven shards that somebody cut by another rule than torch's."""
+    if mesh.get_coordinate() is None:
+        return
+    placements = [Shard(0), *[Replicate()] * (mesh.ndim - 1)]
+    shape = torch.Size([2 * mesh.size(0)])
+    short = DTensor.from_local(torch.ones(1), mesh, placements, run_check=False, shape=shape, stride=(1,))
+    with pytest.raises(TableError, match=r"'short': .* got a local tensor of shape \(1,\), expected \(2,\)"):
+        local_tensors({"short": short})
 
 
 class Mixed(nn.Module):

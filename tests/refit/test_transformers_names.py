@@ -197,6 +197,22 @@ def test_a_conversion_that_merges_dims_is_refused() -> None:
         CheckpointNames.of_convert({"w": torch.ones(4, 3)}, lambda name, tensor: {"flat": tensor.reshape(12)[1:]})
 
 
+def test_a_view_of_other_values_is_refused() -> None:
+    with pytest.raises(TableError, match=r"'bits': got a view as torch\.int32 of 'w', expected torch\.float32"):
+        CheckpointNames.of_convert({"w": torch.ones(4, 3)}, lambda name, tensor: {"bits": tensor.view(torch.int32)})
+
+
+def test_a_tensor_that_a_checkpoint_would_lack_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import core_model_loading
+
+    def without_norms(model: object, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in tensors.items() if "layernorm" not in name}
+
+    monkeypatch.setattr(core_model_loading, "revert_weight_conversion", without_norms)
+    with pytest.raises(TableError, match=r"'model\.layers\.0\.input_layernorm\.weight' and 3 more: .* makes nothing"):
+        CheckpointNames.of_model(build("llama"))
+
+
 def test_names_that_are_made_twice_or_are_unknown_are_refused() -> None:
     tensors = {"a": torch.ones(2), "b": torch.ones(2)}
     with pytest.raises(TableError, match="'c' is made twice, once of 'b'"):
