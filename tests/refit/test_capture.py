@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from reshard.planner import Holder, Shard, ShardPart, ShardTable, plan
+from reshard.planner.errors import TableError
 from reshard.planner.execute import execute
 from reshard.planner.options import PlanOptions
 from reshard.refit.engines.loader import LoaderEngine
+from reshard.refit.engines.torch_module import TorchModuleEngine
 from reshard.refit.errors import UnattributedWriteError, UnsupportedLoaderError
 from reshard.refit.tensors import SourceTensor
 
@@ -441,6 +443,11 @@ def test_transposed_parameters_install_in_their_own_strides() -> None:
     engine.install({"p": raw})
     assert live.p.stride() == (1, 4)
     assert torch.equal(live.p, t(4, 6))
+
+
+def test_a_plain_module_takes_no_shape_that_only_broadcasts() -> None:
+    with pytest.raises(TableError, match=r"'weight' has shape \(1, 4\), parameter 'weight' has \(3, 4\)"):
+        TorchModuleEngine(torch.nn.Linear(4, 3)).capture([SourceTensor("weight", "float32", (1, 4))])
 
 
 def test_loaders_in_a_list_see_all_tensors() -> None:
