@@ -137,7 +137,7 @@ def test_a_trainer_killed_in_the_middle_of_a_refit(supervisor: Supervisor, trans
     with pytest.raises(ChildrenFailed) as caught:
         supervisor.ask(cluster.inference, command, timeout_s=60, on_event=on_event)
     failures = caught.value.failures
-    assert failures.keys() == {"trainer-1", *MEMBERS}
+    assert failures.keys() - {"trainer-1"} == set(MEMBERS), "its own end may be heard of after theirs"
     assert all("trainer-1" in failures[member] for member in MEMBERS), failures
     assert cluster.steps() == both({0})
 
