@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from reshard.refit.deadline import Deadline
 from reshard.refit.errors import RefitError, RefitTimeoutError
 from reshard.refit.retry import RetryPolicy
-from reshard.transports.errors import PeerError, TransferTimeoutError, TransportError
+from reshard.transports.errors import OwnFaultError, PeerError, TransferTimeoutError, TransportError
 
 if TYPE_CHECKING:
     from reshard.rendezvous.types import SlotRecord
@@ -132,7 +132,7 @@ class Links:
         failed: dict[str, TransportError] = {}
         other: BaseException | None = None
         for (name, _, _), answer in zip(missing, answers, strict=True):
-            if isinstance(answer, TransportError):
+            if isinstance(answer, TransportError) and not isinstance(answer, OwnFaultError):
                 failed[name] = answer
             elif other is None:
                 other = answer

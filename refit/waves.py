@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from reshard.refit.deadline import Deadline
-from reshard.transports.errors import PoisonedMemoryError, TransferTimeoutError, TransportError
+from reshard.transports.errors import OwnFaultError, PoisonedMemoryError, TransferTimeoutError, TransportError
 
 if TYPE_CHECKING:
     from reshard.transports.base import Prepared, Transfer, Transport
@@ -207,7 +207,7 @@ def _post(
             posted.append(transport.post(prepared, timeout_s=left_s("post")))
         except BaseException as error:
             # Whatever it is (the deadline, Ctrl-C): nobody else knows of the lists posted before this one.
-            if isinstance(error, TransportError) and not isinstance(error, PoisonedMemoryError):
+            if isinstance(error, TransportError) and not isinstance(error, (OwnFaultError, PoisonedMemoryError)):
                 error.failures.setdefault(name, f"refused: {error}")
                 if may_lose:
                     sums.lost[name] = error

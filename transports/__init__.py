@@ -23,6 +23,7 @@ from reshard.transports.base import (
 from reshard.transports.endpoint import Endpoint, decode_endpoint, encode_endpoint
 from reshard.transports.errors import (
     EndpointError,
+    OwnFaultError,
     PeerError,
     PoisonedMemoryError,
     RegistrationError,
@@ -40,6 +41,7 @@ __all__ = [
     "Capabilities",
     "Endpoint",
     "EndpointError",
+    "OwnFaultError",
     "Peer",
     "PeerError",
     "PeerStats",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import resource
 
-from reshard.transports.errors import TransportError
+from reshard.transports.errors import OwnFaultError
 
 
 def require_descriptors(n: int, what: str) -> None:
@@ -27,7 +27,7 @@ def require_descriptors(n: int, what: str) -> None:
 
     Raises
     ------
-    TransportError
+    OwnFaultError
         If this process, or the host, has fewer left.
     """
     taken: list[int] = []
@@ -37,7 +37,7 @@ def require_descriptors(n: int, what: str) -> None:
             taken.append(os.dup(taken[0]))
     except OSError as error:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        raise TransportError(
+        raise OwnFaultError(
             f"{what}: {len(taken)} file descriptors are left, expected at least {n} (ulimit -n is {soft}): {error}"
         ) from error
     finally:

@@ -3,6 +3,7 @@
     ReshardError
         TransportError                    also RuntimeError
             TransportUnavailableError     also ImportError: cannot work here; names the extra or the reason
+            OwnFaultError                 this side cannot go on: closed, forked, or out of descriptors or memory
             EndpointError                 also ValueError: a message is malformed, damaged or misdirected
             RegistrationError             memory cannot be registered, or a row lies outside of what was
             PeerError                     also ConnectionError: gone, restarted, re-registered or refused
@@ -47,6 +48,10 @@ class TransportUnavailableError(TransportError, MissingDependencyError):
         TransportError.__init__(self, message)
         self.package = package
         self.extra = extra
+
+
+class OwnFaultError(TransportError):
+    """What failed is on this side, no peer: the transport is closed or was forked, or descriptors or memory ran out."""
 
 
 class EndpointError(TransportError, ValueError):
@@ -99,5 +104,5 @@ OWN_LACK = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 def blamed(error: OSError, peer: str, what: str) -> TransportError:
     """Return an error for a system call about a peer: the peer's fault, unless it is for want of something here."""
     if error.errno in OWN_LACK:
-        return TransportError(f"this process cannot look at peer {peer!r}: {what}: {error}")
+        return OwnFaultError(f"this process cannot look at peer {peer!r}: {what}: {error}")
     return PeerError(f"peer {peer!r}: {what}: {error}", peer=peer)

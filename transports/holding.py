@@ -289,6 +289,7 @@ class Holding(Hooks):
         if not isinstance(peer, ConnectedPeer) or not peer.belongs_to(self):
             raise TypeError(f"got {type(peer).__name__}, expected a peer that this transport connected")
         with self._lock:
+            self._check_open()
             self._check_peer(peer)
         return peer
 

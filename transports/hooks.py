@@ -16,7 +16,7 @@ from typing import ClassVar
 from reshard.transports import rows
 from reshard.transports.base import Allocation, Capabilities
 from reshard.transports.driver import Driver
-from reshard.transports.errors import RegistrationError, TransportError
+from reshard.transports.errors import OwnFaultError, RegistrationError, TransportError
 from reshard.transports.hostmem import populate
 from reshard.transports.ledger import Ledger
 from reshard.transports.lists import ConnectedPeer, Work
@@ -132,12 +132,12 @@ class Hooks(ABC):
 
     def _check_open(self) -> None:
         if self._forked_from:
-            raise TransportError(
+            raise OwnFaultError(
                 f"transport {self.name!r} was opened by process {self._forked_from} and is of no use in its fork "
                 f"{os.getpid()}; open one in a process that was started anew"
             )
         if self._closing:
-            raise TransportError(f"transport {self.name!r} is closed")
+            raise OwnFaultError(f"transport {self.name!r} is closed")
 
     def _disown(self, parent: int) -> None:
         """Make it useless in a forked child, whose native libraries share descriptors with the parent's.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar, Self
 
-from reshard.transports.errors import OWN_LACK, EndpointError, PeerError, TransportError
+from reshard.transports.errors import OWN_LACK, EndpointError, OwnFaultError, PeerError
 
 _LAYOUT = struct.Struct("<16sQIQ")
 
@@ -79,7 +79,7 @@ def _own(pid: int) -> tuple[bytes, int, int, int]:
             boot = bytes.fromhex(file.read().strip().replace("-", ""))
         return boot, os.stat("/proc/self/ns/pid").st_ino, pid, start_time("self")
     except OSError as error:
-        raise TransportError(f"which process this is cannot be asked of the system: {error}") from error
+        raise OwnFaultError(f"which process this is cannot be asked of the system: {error}") from error
 
 
 def start_time(pid: str) -> int:
@@ -89,7 +89,7 @@ def start_time(pid: str) -> int:
 
     Raises
     ------
-    TransportError
+    OwnFaultError
         If this process has no descriptor left to look with.
     """
     try:
@@ -98,7 +98,7 @@ def start_time(pid: str) -> int:
         return int(fields[19]) if int(fields[20]) else 0
     except OSError as error:
         if error.errno in OWN_LACK:
-            raise TransportError(f"process {pid} cannot be looked at: {error}") from error
+            raise OwnFaultError(f"process {pid} cannot be looked at: {error}") from error
         return 0
     except (IndexError, ValueError):
         return 0

@@ -16,7 +16,7 @@ from reshard.refit.engines.arrays import ArrayEngine, take
 from reshard.refit.errors import HolderLostError, RefitAborted
 from reshard.refit.retry import RetryPolicy
 from reshard.transports.base import Prepared, Transfer
-from reshard.transports.errors import PeerError, TransportError
+from reshard.transports.errors import OwnFaultError, PeerError, TransportError
 
 
 def replicated(
@@ -253,3 +253,25 @@ def test_a_lost_holder_is_left_with_nothing_behind(stage: str) -> None:
         cluster.receivers[0]._on_stage = None
         cluster.refit_ok(1)
         assert np.array_equal(engine["q"], weights(1)["q"])
+
+
+@pytest.mark.parametrize("stage", ["connect", "allocate", "read"])
+@pytest.mark.parametrize("warm", [False, True])
+def test_no_holder_is_blamed_for_what_fails_on_this_side(
+    stage: str, warm: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The error is the transport's own, though replicas would have what the "lost" holder owes."""
+    cluster, engine, model = replicated(2)
+    with cluster:
+        publish(cluster, model, 0)
+        if warm:
+            cluster.refit_ok(0)
+        publish(cluster, {name: w + 1 for name, w in model.items()}, 1)
+        receiver = cluster.receivers[0]
+        receiver._on_stage = at_stage(stage, cluster.receiver_transports[0].close)
+        (result,) = cluster.refit(1)
+        assert isinstance(result, OwnFaultError), repr(result)
+        assert "transport 'memory' is closed" in str(result)
+        assert "goes on without" not in caplog.text
+        assert np.array_equal(engine["q"], model["q"] if warm else np.zeros_like(model["q"]))
+        assert not cluster.leftovers()

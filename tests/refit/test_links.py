@@ -26,7 +26,7 @@ from reshard.refit.settings import retry as retry_of_environment
 from reshard.rendezvous import Rendezvous
 from reshard.rendezvous.types import SlotRecord
 from reshard.transports import open_transport
-from reshard.transports.errors import PeerError, TransferTimeoutError
+from reshard.transports.errors import OwnFaultError, PeerError, TransferTimeoutError
 
 
 class FakePeer:
@@ -123,6 +123,15 @@ def test_an_error_that_nobody_expected_loses_no_peer() -> None:
     assert links.ensure([record(n) for n in "abc"], Deadline(5.0, "a refit")) == ("b",)
     links.close()
     assert not wire.connected
+
+
+def test_want_of_descriptors_here_is_no_holders_fault() -> None:
+    wire = Wire(answers={"b": OwnFaultError("24 file descriptors are left, expected at least 25")})
+    links = Links(wire)  # type: ignore[arg-type]
+    with pytest.raises(OwnFaultError, match="24 file descriptors") as caught:
+        links.ensure([record("a"), record("b"), record("c")], Deadline(5.0, "a test"))
+    assert caught.value.failures == {}
+    assert links.names() == ("a", "c")
 
 
 def test_a_holder_of_another_transport_is_refused_before_any_peer_is_released() -> None:

@@ -11,6 +11,20 @@ from tests.vllm.children import host
 from tests.vllm.models import N_NEW_TOKENS, PROMPTS, digests, sabotage
 
 
+def name_shared_memory_apart() -> None:
+    """Put the port of the ranks' store into the name of the memory that they share.
+
+    vLLM names it alike for all engines on the machine whose ranks somebody else starts: another run of these tests, or
+    what a killed one left in /dev/shm, would be in the way.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    if not hasattr(_CPUSHMDistributed, "named_by_vllm"):
+        _CPUSHMDistributed.named_by_vllm = staticmethod(_CPUSHMDistributed.make_group_name)
+    port, named = os.environ["MASTER_PORT"], _CPUSHMDistributed.named_by_vllm
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda communicator: f"{port}{named(communicator)}")
+
+
 class Engine:
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm import LLM
@@ -18,6 +32,8 @@ class Engine:
 
         backend = WeightTransferConfig(backend="reshard") if arguments.get("refits") else None
         self.checkpoint = arguments["checkpoint"]
+        if arguments.get("llm", {}).get("distributed_executor_backend") == "external_launcher":
+            name_shared_memory_apart()
         self.llm = LLM(
             model=arguments["checkpoint"],
             skip_tokenizer_init=True,

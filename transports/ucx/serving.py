@@ -11,7 +11,7 @@ import os
 import threading
 import time
 
-from reshard.transports.errors import TransportError
+from reshard.transports.errors import OwnFaultError
 from reshard.transports.regions import Region
 from reshard.transports.ucx.replies import Replies
 from reshard.transports.ucx.worker import Worker
@@ -37,7 +37,7 @@ class ServingThread:
 
     Raises
     ------
-    TransportError
+    OwnFaultError
         If there is no descriptor for it, or UCX takes no messages.
     """
 
@@ -48,7 +48,7 @@ class ServingThread:
         try:
             self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         except OSError as error:
-            raise TransportError(f"transport 'ucx': no descriptor for the serving thread: {error}") from error
+            raise OwnFaultError(f"transport 'ucx': no descriptor for the serving thread: {error}") from error
         self._thread = threading.Thread(target=self._run, name="reshard-ucx-serve", daemon=True)
         try:
             self._replies = Replies(worker, self._wake)
