@@ -22,7 +22,7 @@ def name_shared_memory_apart() -> None:
     if not hasattr(_CPUSHMDistributed, "named_by_vllm"):
         _CPUSHMDistributed.named_by_vllm = staticmethod(_CPUSHMDistributed.make_group_name)
     port, named = os.environ["MASTER_PORT"], _CPUSHMDistributed.named_by_vllm
-    _CPUSHMDistributed.make_group_name = staticmethod(lambda communicator: f"{port}{named(communicator)}")
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda communicator: f"{named(communicator)}-{port}")
 
 
 class Engine:
