@@ -1,8 +1,9 @@
-"""Hypothesis profiles: `dev` (the default), `ci`, and `nightly`, chosen by RESHARD_HYPOTHESIS_PROFILE."""
+"""Hypothesis profiles: `dev` (the default), `ci`, and `nightly`, chosen by RESHARD_HYPOTHESIS_PROFILE; SIGINT reaches what is tested."""
 
 from __future__ import annotations
 
 import os
+import signal
 
 from hypothesis import HealthCheck, settings
 
@@ -21,3 +22,6 @@ settings.register_profile(
     "nightly", max_examples=5_000, deadline=None, print_blob=True, suppress_health_check=_SLOW_MACHINES
 )
 settings.load_profile(os.environ.get("RESHARD_HYPOTHESIS_PROFILE", "dev"))
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; commands under test inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -102,6 +102,7 @@ class _Nursery:
                 os.close(pidfd)
             os.dup2(log_fd, 1)
             os.dup2(log_fd, 2)
+            sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # one that is killed has said it
             os.close(log_fd)
             channel = Channel(socket.socket(fileno=channel_fd), peer="supervisor")
             status = _call(str(request["target"]), request["arguments"], channel)

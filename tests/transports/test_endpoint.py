@@ -164,6 +164,7 @@ def test_the_error_tree() -> None:
     builtin = {
         "TransportError": RuntimeError,
         "TransportUnavailableError": ImportError,
+        "OwnFaultError": RuntimeError,
         "EndpointError": ValueError,
         "RegistrationError": RuntimeError,
         "PeerError": ConnectionError,
