@@ -1,4 +1,4 @@
-"""Hypothesis profiles: `dev` (the default), `ci`, and `nightly`, chosen by RESHARD_HYPOTHESIS_PROFILE; SIGINT reaches what is tested."""
+"""Hypothesis profiles `dev` (the default), `ci` and `nightly` (RESHARD_HYPOTHESIS_PROFILE); SIGINT reaches commands."""
 
 from __future__ import annotations
 
