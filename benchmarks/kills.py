@@ -51,7 +51,11 @@ class Owner:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
         self._transport = transport
         self._n_looks = 0
-        self.process = PeerProcess(backend, errors=self._errors.fileno())
+        try:
+            self.process = PeerProcess(backend, errors=self._errors.fileno())
+        except BaseException:
+            self._errors.close()
+            raise
         try:
             self.endpoint, self.address = self.process.serve(NBYTES, 1)
         except BaseException:
@@ -80,7 +84,9 @@ class Owner:
         return bool(np.array_equal(target, pattern(NBYTES, 1)))
 
     def end(self) -> str:
-        """End it, and say how it ended: its exit code and the last line that it printed."""
+        """End it, and say how it ended: its exit code and the last line that it printed; nothing a second time."""
+        if self._errors.closed:
+            return ""
         code = self.process.close()
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()

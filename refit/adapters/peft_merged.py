@@ -60,11 +60,13 @@ def merged_names(model: PeftModel) -> CheckpointNames:
 def merged(model: PeftModel) -> Iterator[None]:
     """Have the adapter in the weights for the length of a ``with`` block; on all ranks, since it may communicate.
 
+    Where it can be added to some modules only, these are taken apart again before the error is raised.
+
     Adding and taking away rounds: keep the weights in float32, or expect them to drift by their last bits.
     """
     named_tensors(model)
-    model.merge_adapter()
     try:
+        model.merge_adapter()
         yield
     finally:
         named_tensors(model)

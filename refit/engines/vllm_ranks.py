@@ -17,8 +17,8 @@ __all__ = ["on_all_ranks"]
 def on_all_ranks(rank: int, world_size: int, what: str, work: Callable[[], object]) -> None:
     """Do something on each trainer rank; return when all have done it, and raise on all if it failed on any.
 
-    The ranks tell each other over torch.distributed's default group if its rank and size are the given ones. Otherwise
-    nobody waits.
+    The ranks tell each other over torch.distributed's default group if its rank and size are the given ones, and wait
+    for each other as long as the ``timeout`` that this group was made with. Otherwise nobody waits.
 
     Parameters
     ----------

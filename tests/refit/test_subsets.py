@@ -158,6 +158,25 @@ def test_a_merged_adapter_goes_out_as_a_plain_checkpoint(family: str, tmp_path: 
     )
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning", "ignore:Already unmerged:UserWarning")
+def test_an_adapter_that_cannot_be_merged_whole_is_taken_apart_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    peft = pytest.importorskip("peft", reason="LoRA adapters are tested with PEFT's own")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    trainer = peft.get_peft_model(build(1), config)
+    before = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
+    *_, last = (m for m in trainer.modules() if isinstance(m, peft.tuners.lora.Linear))
+
+    def fails(**_: object) -> None:
+        assert not torch.equal(trainer.state_dict()[f"{PEFT_NAME}.base_layer.weight"], before_q), "merged so far"
+        raise MemoryError("no room for the delta")
+
+    before_q = before[f"{PEFT_NAME}.base_layer.weight"]
+    monkeypatch.setattr(last, "merge", fails)
+    with pytest.raises(MemoryError, match="no room"), merged(trainer):
+        raise AssertionError("it was not merged")
+    torch.testing.assert_close(trainer.state_dict(), before)
+
+
 PEFT_NAME = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
